@@ -1,0 +1,1 @@
+"""A JAX/Flax training stack: an exact train step, trusted checkpoints, a planner. Import submodules by name."""

@@ -1,0 +1,1 @@
+"""Checkpoints behind one small interface over Orbax."""

@@ -1,0 +1,1 @@
+"""Models: pure functions of parameters and inputs; they know no mesh, config or loop."""
