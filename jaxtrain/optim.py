@@ -1,0 +1,121 @@
+"""The optimizer's side of a step: which optax transformation, clipping, and what one window of sums does to it."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain import paths
+
+NAMES = ("adamw", "sgd")
+NO_DECAY = r"(^|/)(bias|scale)$"
+
+
+def build(
+    name: str,
+    learning_rate: float | optax.Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
+) -> optax.GradientTransformation:
+    """An optimizer by name. Its schedule counts optimizer steps; clipping belongs to the train step.
+
+    Args:
+        name: ``adamw`` (b1, b2, eps, decoupled weight_decay) or ``sgd`` (momentum; weight_decay must be 0).
+        learning_rate: a rate or a schedule.
+        weight_decay: applied to every parameter but biases and the scales of norms (names that match ``NO_DECAY``).
+
+    Raises:
+        ValueError: the name is unknown, or sgd with a weight decay.
+    """
+    if name == "adamw":
+        return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask)
+    if name == "sgd":
+        if weight_decay:
+            raise ValueError(f"optimizer sgd takes no weight decay here, got {weight_decay}; use adamw or set it to 0.")
+        return optax.sgd(learning_rate, momentum=momentum or None)
+    raise ValueError(f"optimizer {name!r} is not one of {', '.join(NAMES)}.")
+
+
+def decay_mask(params: Any) -> Any:
+    """True for each parameter that weight decay applies to, by its role (its last name), never by its rank."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: not re.search(NO_DECAY, paths.name(path)), params)
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiSteps:
+    """Accumulate over ``k`` micro-batches with ``optax.MultiSteps``: one call of the step each.
+
+    Attributes:
+        k: micro-batches a window; or a function of the number of finished windows, for batch-size warm-up. It is called
+            with a Python int by the loop and with a traced int32 scalar by the step, so write it with ``jnp.where``.
+    """
+
+    k: int | Callable[[Any], Any] = 1
+
+    def __post_init__(self) -> None:
+        if not callable(self.k) and self.k < 1:
+            raise ValueError(f"accumulation: k={self.k} micro-batches a window; it must be 1 or more.")
+
+    def micro_batches(self, window: int) -> int:
+        """How many micro-batches window number ``window`` takes."""
+        return int(self.k(window)) if callable(self.k) else self.k
+
+
+@dataclasses.dataclass(frozen=True)
+class Skip:
+    """What a non-finite micro-gradient does.
+
+    Attributes:
+        what: ``window``: the whole window changes nothing; ``micro``: only that micro-batch is left out, its weight too.
+        max_consecutive: more skipped windows than this in a row are an error (parameters stay finite).
+    """
+
+    what: str = "window"
+    max_consecutive: int = 50
+
+    def __post_init__(self) -> None:
+        if self.what not in ("window", "micro"):
+            raise ValueError(f"nonfinite: Skip({self.what!r}) is neither Skip('window') nor Skip('micro').")
+
+
+def window_update(
+    optimizer: optax.GradientTransformation, clip_norm: float | None, skip: Skip
+) -> optax.GradientTransformationExtraArgs:
+    """What the sums of one window do: divide, check, clip, update; the transformation that accumulation wraps.
+
+    It transforms ``{"grads": sums, "weight", "bad", ...}`` (float32; the rest of the scalars pass through) into
+    ``{"grads": parameter updates, "norm", "clipped_norm", "applied", ...}``; its state is the optimizer's own. Where the
+    window is skipped the updates are zero and the state is as before, bit for bit.
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def init(sums: dict[str, Any]) -> Any:
+        return optimizer.init(sums["grads"])
+
+    def update(sums: dict[str, Any], state: Any, params: dict[str, Any], **extra: Any) -> tuple[dict[str, Any], Any]:
+        usable = sums["weight"] > 0
+        if skip.what == "window":
+            usable &= sums["bad"] == 0
+        inverse = 1.0 / jnp.where(usable, sums["weight"], 1.0)
+        grads = jax.tree.map(lambda g: g * inverse, sums["grads"])
+        norm = optax.global_norm(grads)
+        applied = usable & jnp.isfinite(norm)
+        factor = jnp.float32(1.0)
+        if clip_norm is not None:
+            factor = jnp.where(norm > clip_norm, clip_norm / norm, 1.0)
+        grads = jax.tree.map(lambda g: jnp.where(applied, g * factor, 0.0), grads)
+        updates, new_state = optimizer.update(grads, state, params["grads"], **extra)
+        new_state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), new_state, state)
+        passed = {name: value for name, value in sums.items() if name != "grads"}
+        out = passed | {"grads": updates, "norm": norm, "clipped_norm": norm * factor, "applied": applied.astype(jnp.float32)}
+        return out, new_state
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,37 @@
+"""Names of a tree's leaves: ``layers/mlp/up/kernel``. Rules, overrides, masks and error texts all use these."""
+
+from typing import Any
+
+import jax
+
+
+def name(path: tuple[Any, ...]) -> str:
+    """A key path of ``jax.tree_util`` as one string, its parts joined by ``/``."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """``{name: leaf}`` of a pytree, in the order of ``jax.tree.leaves``."""
+    return {name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def differences(wanted: Any, given: Any) -> list[str]:
+    """How two trees of arrays (or of shapes) differ in names, shapes and dtypes, one sentence each.
+
+    Args:
+        wanted, given: pytrees whose leaves have ``shape`` and ``dtype``.
+
+    Returns:
+        An empty list where both agree. Containers are compared by the names they give, not by type.
+    """
+    left, right = named_leaves(wanted), named_leaves(given)
+    lines = [f"{key}: missing (expected {_text(left[key])})" for key in left if key not in right]
+    lines += [f"{key}: not expected (got {_text(right[key])})" for key in right if key not in left]
+    for key in left:
+        if key in right and _text(left[key]) != _text(right[key]):
+            lines.append(f"{key}: expected {_text(left[key])}, got {_text(right[key])}")
+    return lines
+
+
+def _text(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}"
