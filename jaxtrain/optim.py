@@ -106,7 +106,7 @@ def window_update(
             usable &= sums["bad"] == 0
         inverse = 1.0 / jnp.where(usable, sums["weight"], 1.0)
         grads = jax.tree.map(lambda g: g * inverse, sums["grads"])
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         applied = usable & jnp.isfinite(norm)
         factor = jnp.float32(1.0)
         if clip_norm is not None:

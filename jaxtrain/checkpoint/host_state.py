@@ -1,0 +1,44 @@
+"""The state of a process outside of the devices: generators and versions, as JSON that round-trips exactly."""
+
+import importlib.metadata
+import os
+import platform
+import random
+from typing import Any
+
+import numpy as np
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxtrain")
+
+
+def capture() -> dict[str, Any]:
+    """Python's and NumPy's global generators, now."""
+    version, internal, gauss = random.getstate()
+    numpy_state = np.random.get_state(legacy=False)
+    inner = {name: np.asarray(value).tolist() for name, value in numpy_state["state"].items()}
+    return {"python": [version, list(internal), gauss], "numpy": numpy_state | {"state": inner}}
+
+
+def apply(saved: dict[str, Any]) -> None:
+    """Put the generators back as ``capture`` found them."""
+    version, internal, gauss = saved["python"]
+    random.setstate((version, tuple(internal), gauss))
+    state = dict(saved["numpy"])
+    state["state"] = state["state"] | {"key": np.asarray(state["state"]["key"], np.uint32)}
+    np.random.set_state(state)
+
+
+def seed_generators(seed: int, process_index: int = 0) -> None:
+    """Seed both global generators for a new run, another stream for each process."""
+    words = np.random.SeedSequence([seed, process_index]).generate_state(2)
+    random.seed(int(words[0]))
+    np.random.seed(int(words[1]))  # noqa: NPY002, the global generator is what user code draws from
+
+
+def platform_fingerprint() -> dict[str, Any]:
+    """What "bit for bit" depends on beside the checkpoint: versions and the number of cores."""
+    return {
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        **{name: importlib.metadata.version(name) for name in _PACKAGES},
+    }

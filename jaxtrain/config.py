@@ -1,0 +1,269 @@
+"""Every key of a run, declared once: type, default, meaning, bounds, and whether a resumed run may change it."""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+
+class ConfigError(ValueError):
+    """What is wrong with a configuration, in a sentence with the key, the value and the remedy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """One key.
+
+    Attributes:
+        default: its value, whose type is the key's type (``int, float, bool, str`` or a tuple of strings).
+        help: what it means, with its unit.
+        choices: the allowed values, or empty.
+        low, high: bounds of a number, both allowed.
+        free: True where a resumed run may change it without becoming another experiment.
+    """
+
+    default: Any
+    help: str
+    choices: tuple[str, ...] = ()
+    low: float = -math.inf
+    high: float = math.inf
+    free: bool = False
+
+
+KEYS: dict[str, Key] = {
+    "seed": Key(0, "of parameters, dropout and shuffling", low=0, high=2**32 - 1),
+    "steps": Key(1000, "windows to train for; each applies one optimizer step or is skipped", low=1, free=True),
+    "log_every_steps": Key(10, "windows between two lines of metrics", low=1, free=True),
+    "compile_cache": Key("~/.cache/jaxtrain", "directory of JAX's compilation cache; empty: none", free=True),
+    "data.paths": Key(("stdlib",), "files, globs or directories of UTF-8 text; stdlib: Python's own source"),
+    "data.held_out_fraction": Key(0.05, "of the documents, never trained on", low=0.0, high=0.9),
+    "data.skip_non_utf8": Key(False, "pass over files that are no UTF-8 instead of stopping"),
+    "data.shuffle": Key(True, "a new order of the rows every epoch"),
+    "data.micro_batch_size": Key(16, "rows of the GLOBAL micro-batch", low=1),
+    "data.sequence_length": Key(256, "tokens a row", low=2),
+    "model.name": Key("transformer", "which model", choices=("transformer",)),
+    "model.layers": Key(4, "blocks", low=1),
+    "model.d_model": Key(128, "width of the residual stream", low=1),
+    "model.heads": Key(4, "query heads", low=1),
+    "model.kv_heads": Key(4, "key and value heads; divides heads", low=1),
+    "model.d_ff": Key(344, "width of the gated MLP", low=1),
+    "model.max_length": Key(256, "longest sequence, tokens", low=2),
+    "model.vocab_size": Key(0, "rows of the embedding; 0: the data's", low=0),
+    "model.dropout": Key(0.0, "probability on each residual branch", low=0.0, high=0.99),
+    "model.rope_theta": Key(10000.0, "base of the rotary frequencies", low=1.0),
+    "model.tied_embeddings": Key(False, "one table for input and output"),
+    "model.remat": Key("none", "what the backward pass recomputes", choices=("none", "full", "dots"), free=True),
+    "model.attention": Key("xla", "attention implementation", choices=("xla", "cudnn"), free=True),
+    "model.scan_layers": Key(
+        "auto", "compile one block and loop; auto: no on CPU with up to 16 blocks", choices=("auto", "yes", "no"), free=True
+    ),
+    "accumulation.mechanism": Key(
+        "multisteps", "how a window's gradients are summed", choices=("multisteps", "scan", "scan_deferred"), free=True
+    ),
+    "accumulation.k": Key(1, "micro-batches a window", low=1),
+    "optim.name": Key("adamw", "optimizer", choices=("adamw", "sgd")),
+    "optim.learning_rate": Key(1e-3, "the schedule's peak", low=0.0),
+    "optim.schedule": Key("warmup_cosine", "its shape, in steps", choices=("constant", "linear", "warmup_cosine")),
+    "optim.schedule_steps": Key(0, "its horizon in steps, warm-up included; 0: steps (constant: none)", low=0),
+    "optim.warmup_steps": Key(0, "steps of linear warm-up", low=0),
+    "optim.end_learning_rate": Key(0.0, "at the horizon", low=0.0),
+    "optim.b1": Key(0.9, "adamw: decay of the first moment", low=0.0, high=1.0),
+    "optim.b2": Key(0.95, "adamw: decay of the second moment", low=0.0, high=1.0),
+    "optim.eps": Key(1e-8, "adamw: added to the root of the second moment", low=0.0),
+    "optim.weight_decay": Key(0.0, "adamw: decoupled; not on biases and norm scales", low=0.0),
+    "optim.momentum": Key(0.0, "sgd", low=0.0, high=1.0),
+    "optim.clip_norm": Key(1.0, "bound of the global gradient norm; 0: none", low=0.0),
+    "optim.ema": Key(0.0, "decay of the parameter average, in steps; 0: none", low=0.0, high=1.0),
+    "precision.compute": Key("bfloat16", "compute dtype; masters are float32", choices=("bfloat16", "float32", "float16")),
+    "nonfinite.skip": Key("window", "what a non-finite micro-gradient leaves out", choices=("window", "micro")),
+    "nonfinite.max_consecutive": Key(50, "skipped windows in a row before the run stops", low=0, free=True),
+    "mesh.slice": Key(1, "groups of devices joined by DCN", low=-1, free=True),
+    "mesh.data": Key(1, "replicas", low=-1, free=True),
+    "mesh.fsdp": Key(-1, "shards of the parameters; -1: all devices left", low=-1, free=True),
+    "mesh.tensor": Key(1, "shards of each layer", low=-1, free=True),
+    "checkpoint.every_steps": Key(100, "windows between two checkpoints; 0: only at the end", low=0, free=True),
+    "checkpoint.keep_last": Key(3, "how many of the newest are kept", low=1, free=True),
+    "eval.every_steps": Key(100, "windows between two evaluations; 0: only at the end", low=0, free=True),
+    "eval.rows": Key(0, "held-out rows of an evaluation; 0: all", low=0, free=True),
+    "sample.tokens": Key(400, "length of the sample at the end; 0: none", low=0, free=True),
+    "sample.prompt": Key("def ", "what it begins with", free=True),
+    "sample.temperature": Key(0.8, "0: always the likeliest token", low=0.0, free=True),
+}
+
+
+def default() -> ConfigDict:
+    """All keys with their defaults, typed and locked: where a config file begins."""
+    config = ConfigDict()
+    for name, key in KEYS.items():
+        *groups, last = name.split(".")
+        node = config
+        for group in groups:
+            if group not in node:
+                node[group] = ConfigDict()
+            node = node[group]
+        node[last] = key.default
+    return config.lock()
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``{"optim.learning_rate": 1e-3, ...}`` of a nested mapping, in its order."""
+    items: dict[str, Any] = {}
+    for name in config:
+        value = config[name]
+        items |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping | ConfigDict) else {prefix + name: value}
+    return items
+
+
+def override(config: ConfigDict, overrides: Mapping[str, str]) -> ConfigDict:
+    """A copy with values given as text, as on the command line.
+
+    Args:
+        overrides: dotted name -> text; a tuple is written with commas, a bool as true or false.
+
+    Raises:
+        ConfigError: an unknown key (with the nearest) or a text that is no value of the key's type.
+    """
+    config = config.copy_and_resolve_references()
+    for name, text in overrides.items():
+        _known(name)
+        *groups, last = name.split(".")
+        node = config
+        for group in groups:
+            node = node[group]
+        node[last] = _parse(name, text)
+    return config
+
+
+def resolve(config: ConfigDict) -> ConfigDict:
+    """A checked, completed, frozen copy: every key present, of its type, within bounds, derived ones filled in.
+
+    Raises:
+        ConfigError: the first thing that is wrong, with key, value and remedy.
+    """
+    values = flat(config)
+    for name in values:
+        _known(name)
+    missing = [name for name in KEYS if name not in values]
+    if missing:
+        raise ConfigError(f"config: {', '.join(missing)} missing; start from jaxtrain.config.default().")
+    resolved = default()
+    with resolved.unlocked():
+        for name in KEYS:
+            *groups, last = name.split(".")
+            node = resolved
+            for group in groups:
+                node = node[group]
+            node[last] = _checked(name, values[name])
+    if resolved.optim.schedule_steps == 0 and resolved.optim.schedule != "constant":
+        resolved.optim.schedule_steps = resolved.steps
+    for check in _CROSS_CHECKS:
+        check(resolved)
+    return resolved.lock()
+
+
+def drift(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Keys that make ``new`` another experiment than ``old`` (both resolved): ``"optim.b1: 0.9 -> 0.8"``."""
+    before, after = flat(old), flat(new)
+    lines = []
+    for name, key in KEYS.items():
+        was, now = before.get(name, key.default), after.get(name, key.default)
+        was, now = (tuple(x) if isinstance(x, list) else x for x in (was, now))
+        if was != now and not key.free:
+            lines.append(f"{name}: {was} -> {now}")
+    return lines
+
+
+def _known(name: str) -> None:
+    if name in KEYS:
+        return
+    last = [key for key in KEYS if key.rsplit(".", 1)[-1] == name.rsplit(".", 1)[-1]]
+    near = last or difflib.get_close_matches(name, KEYS, n=1, cutoff=0.7)
+    group = [key for key in KEYS if "." in name and key.startswith(name.split(".")[0] + ".")]
+    hint = "see them all with: jaxtrain config show"
+    if near:
+        hint = f"did you mean {near[0]}?"
+    elif group:
+        hint = f"there are {', '.join(group)}."
+    raise ConfigError(f"config: unknown key {name}; {hint}")
+
+
+def _parse(name: str, text: str) -> Any:
+    kind = type(KEYS[name].default)
+    try:
+        if kind is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if kind is tuple:
+            return tuple(part for part in text.split(",") if part)
+        if kind is int and float(text) == int(float(text)) and "." not in text:
+            return int(float(text)) if "e" in text.lower() else int(text)
+        return kind(text)
+    except (ValueError, KeyError, OverflowError):
+        raise ConfigError(f"config: {name}={text!r} is not {_kind(name)}: {KEYS[name].help}.") from None
+
+
+def _checked(name: str, value: Any) -> Any:
+    key = KEYS[name]
+    kind = type(key.default)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if kind is tuple and isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        value = tuple(value)
+    if type(value) is not kind:
+        raise ConfigError(f"config: {name}={value!r} is {type(value).__name__}, not {_kind(name)}: {key.help}.")
+    if key.choices and value not in key.choices:
+        near = difflib.get_close_matches(value, key.choices, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "."
+        raise ConfigError(f"config: {name}={value!r} is not one of {', '.join(key.choices)}{hint}")
+    if kind in (int, float) and not key.low <= value <= key.high:
+        raise ConfigError(f"config: {name}={value} is outside {_bounds(key)}: {key.help}.")
+    return value
+
+
+def _kind(name: str) -> str:
+    kinds = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+    return kinds.get(type(KEYS[name].default), "a list of texts, with commas")
+
+
+def _bounds(key: Key) -> str:
+    return f"{key.low:g} or more" if key.high == math.inf else f"{key.low:g} .. {key.high:g}"
+
+
+def _sequence_fits(c: ConfigDict) -> None:
+    if c.data.sequence_length > c.model.max_length:
+        raise ConfigError(
+            f"config: data.sequence_length={c.data.sequence_length} is longer than model.max_length="
+            f"{c.model.max_length}; shorten the one or raise the other."
+        )
+
+
+def _schedule_fits(c: ConfigDict) -> None:
+    horizon = c.optim.schedule_steps or c.steps
+    if c.optim.warmup_steps >= horizon:
+        raise ConfigError(f"config: optim.warmup_steps={c.optim.warmup_steps} must be less than the horizon of {horizon}.")
+    if c.optim.schedule != "constant" and horizon < c.steps and c.optim.end_learning_rate == 0:
+        raise ConfigError(
+            f"config: the schedule reaches 0 after optim.schedule_steps={horizon} and the run goes on to steps={c.steps}; "
+            "raise the horizon, or give an optim.end_learning_rate to go on with."
+        )
+
+
+def _one_free_axis(c: ConfigDict) -> None:
+    sizes = dict(c.mesh)
+    if any(size == 0 for size in sizes.values()) or sum(size == -1 for size in sizes.values()) > 1:
+        text = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+        raise ConfigError(f"config: {text}: sizes are 1 or more, and at most one is -1 (all devices left).")
+
+
+def _mechanism_is_here(c: ConfigDict) -> None:
+    if c.accumulation.mechanism != "multisteps":
+        raise ConfigError(
+            f"config: accumulation.mechanism={c.accumulation.mechanism} is not available yet; use multisteps."
+        )
+
+
+_CROSS_CHECKS: Sequence[Callable[[ConfigDict], None]] = (
+    _sequence_fits, _schedule_fits, _one_free_axis, _mechanism_is_here,
+)  # fmt: skip
