@@ -17,8 +17,8 @@ def plain(loss: Callable[[Any, Any, jax.Array | None], jax.Array], init: Callabl
     """A function that returns the MEAN loss over a batch's rows.
 
     Args:
-        loss: ``(params, batch, key) -> scalar``, the mean over the leading dim of the batch's leaves; ``key`` is None in
-            evaluation. For anything that masks items write ``Loss(total, weight)`` yourself: a mean hides its weight.
+        loss: ``(params, batch, key) -> scalar``, the mean over the leading dim of the batch's leaves; ``key`` is None
+            in evaluation. For anything that masks items return ``Loss(total, weight)``: a mean hides its weight.
         init: ``key -> params``, a pytree of float32 arrays.
     """
 
@@ -36,14 +36,14 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[Any, Any, j
     """A Flax NNX module.
 
     Args:
-        make: ``rngs -> module``. Its ``nnx.Param`` become the parameters, a pure dict of float32 arrays whose paths have
-            no ``/value``; every other variable (``nnx.BatchStat``) becomes model_state and may change in the loss.
-        loss: ``(module, batch, key) -> Loss``; the module holds compute-dtype parameters. In evaluation ``key`` is None:
-            call the module without dropout and with running statistics. A new model_state is read off the module.
+        make: ``rngs -> module``. Its ``nnx.Param`` become the parameters, a pure dict of float32 arrays whose paths
+            have no ``/value``; every other variable (``nnx.BatchStat``) becomes model_state and may change in the loss.
+        loss: ``(module, batch, key) -> Loss``; the module holds compute-dtype parameters. In evaluation ``key`` is
+            None: call the module without dropout and with running statistics. A new model_state is read off the module.
 
     Raises:
-        ValueError: the module stores random state, as ``nnx.Dropout(rngs=...)`` does: keys are passed at call time here,
-            so that a resumed run draws what the unbroken one would have.
+        ValueError: the module stores random state, as ``nnx.Dropout(rngs=...)`` does: keys are passed at call time
+            here, so that a resumed run draws what the unbroken one would have.
     """
     graph, abstract_params, abstract_rest = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)
     kept = sorted({"/".join(map(str, path)) for path, v in abstract_rest.flat_state() if isinstance(v, nnx.RngState)})
@@ -61,7 +61,9 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[Any, Any, j
         module = nnx.merge(graph, _filled(abstract_params, params), _filled(abstract_rest, model_state))
         result = loss(module, batch, key)
         if not isinstance(result, Loss):
-            raise TypeError(f"from_nnx: loss returned {type(result).__name__}; return jaxtrain.step.Loss(total, weight).")
+            raise TypeError(
+                f"from_nnx: loss returned {type(result).__name__}; return jaxtrain.step.Loss(total, weight)."
+            )
         rest = nnx.to_pure_dict(nnx.split(module, nnx.Param, ...)[2])
         return result._replace(model_state=rest) if result.model_state is None else result
 

@@ -58,7 +58,10 @@ KEYS: dict[str, Key] = {
     "model.remat": Key("none", "what the backward pass recomputes", choices=("none", "full", "dots"), free=True),
     "model.attention": Key("xla", "attention implementation", choices=("xla", "cudnn"), free=True),
     "model.scan_layers": Key(
-        "auto", "compile one block and loop; auto: no on CPU with up to 16 blocks", choices=("auto", "yes", "no"), free=True
+        "auto",
+        "compile one block and loop; auto: no on CPU with up to 16 blocks",
+        choices=("auto", "yes", "no"),
+        free=True,
     ),
     "accumulation.mechanism": Key(
         "multisteps", "how a window's gradients are summed", choices=("multisteps", "scan", "scan_deferred"), free=True
@@ -77,7 +80,9 @@ KEYS: dict[str, Key] = {
     "optim.momentum": Key(0.0, "sgd", low=0.0, high=1.0),
     "optim.clip_norm": Key(1.0, "bound of the global gradient norm; 0: none", low=0.0),
     "optim.ema": Key(0.0, "decay of the parameter average, in steps; 0: none", low=0.0, high=1.0),
-    "precision.compute": Key("bfloat16", "compute dtype; masters are float32", choices=("bfloat16", "float32", "float16")),
+    "precision.compute": Key(
+        "bfloat16", "compute dtype; masters are float32", choices=("bfloat16", "float32", "float16")
+    ),
     "nonfinite.skip": Key("window", "what a non-finite micro-gradient leaves out", choices=("window", "micro")),
     "nonfinite.max_consecutive": Key(50, "skipped windows in a row before the run stops", low=0, free=True),
     "mesh.slice": Key(1, "groups of devices joined by DCN", low=-1, free=True),
@@ -117,6 +122,16 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return items
 
 
+def assign(config: ConfigDict, name: str, value: Any) -> None:
+    """Set one key by its dotted name; raises ConfigError for an unknown one. ``resolve`` checks the value."""
+    _known(name)
+    *groups, last = name.split(".")
+    for group in groups:
+        config = config[group]
+    with config.ignore_type():
+        config[last] = value
+
+
 def override(config: ConfigDict, overrides: Mapping[str, str]) -> ConfigDict:
     """A copy with values given as text, as on the command line.
 
@@ -129,11 +144,7 @@ def override(config: ConfigDict, overrides: Mapping[str, str]) -> ConfigDict:
     config = config.copy_and_resolve_references()
     for name, text in overrides.items():
         _known(name)
-        *groups, last = name.split(".")
-        node = config
-        for group in groups:
-            node = node[group]
-        node[last] = _parse(name, text)
+        assign(config, name, _parse(name, text))
     return config
 
 
@@ -150,13 +161,8 @@ def resolve(config: ConfigDict) -> ConfigDict:
     if missing:
         raise ConfigError(f"config: {', '.join(missing)} missing; start from jaxtrain.config.default().")
     resolved = default()
-    with resolved.unlocked():
-        for name in KEYS:
-            *groups, last = name.split(".")
-            node = resolved
-            for group in groups:
-                node = node[group]
-            node[last] = _checked(name, values[name])
+    for name in KEYS:
+        assign(resolved, name, _checked(name, values[name]))
     if resolved.optim.schedule_steps == 0 and resolved.optim.schedule != "constant":
         resolved.optim.schedule_steps = resolved.steps
     for check in _CROSS_CHECKS:
@@ -242,11 +248,13 @@ def _sequence_fits(c: ConfigDict) -> None:
 def _schedule_fits(c: ConfigDict) -> None:
     horizon = c.optim.schedule_steps or c.steps
     if c.optim.warmup_steps >= horizon:
-        raise ConfigError(f"config: optim.warmup_steps={c.optim.warmup_steps} must be less than the horizon of {horizon}.")
+        raise ConfigError(
+            f"config: optim.warmup_steps={c.optim.warmup_steps} must be less than the horizon of {horizon}."
+        )
     if c.optim.schedule != "constant" and horizon < c.steps and c.optim.end_learning_rate == 0:
         raise ConfigError(
-            f"config: the schedule reaches 0 after optim.schedule_steps={horizon} and the run goes on to steps={c.steps}; "
-            "raise the horizon, or give an optim.end_learning_rate to go on with."
+            f"config: the schedule reaches 0 after optim.schedule_steps={horizon} and the run goes on to "
+            f"steps={c.steps}; raise the horizon, or give an optim.end_learning_rate to go on with."
         )
 
 

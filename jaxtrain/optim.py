@@ -74,7 +74,7 @@ class Skip:
     """What a non-finite micro-gradient does.
 
     Attributes:
-        what: ``window``: the whole window changes nothing; ``micro``: only that micro-batch is left out, its weight too.
+        what: ``window``: the whole window changes nothing; ``micro``: that micro-batch is left out, with its weight.
         max_consecutive: more skipped windows than this in a row are an error (parameters stay finite).
     """
 
@@ -92,8 +92,8 @@ def window_update(
     """What the sums of one window do: divide, check, clip, update; the transformation that accumulation wraps.
 
     It transforms ``{"grads": sums, "weight", "bad", ...}`` (float32; the rest of the scalars pass through) into
-    ``{"grads": parameter updates, "norm", "clipped_norm", "applied", ...}``; its state is the optimizer's own. Where the
-    window is skipped the updates are zero and the state is as before, bit for bit.
+    ``{"grads": parameter updates, "norm", "clipped_norm", "applied", ...}``; its state is the optimizer's own. Where
+    the window is skipped the updates are zero and the state is as before, bit for bit.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
@@ -115,7 +115,12 @@ def window_update(
         updates, new_state = optimizer.update(grads, state, params["grads"], **extra)
         new_state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), new_state, state)
         passed = {name: value for name, value in sums.items() if name != "grads"}
-        out = passed | {"grads": updates, "norm": norm, "clipped_norm": norm * factor, "applied": applied.astype(jnp.float32)}
+        out = passed | {
+            "grads": updates,
+            "norm": norm,
+            "clipped_norm": norm * factor,
+            "applied": applied.astype(jnp.float32),
+        }
         return out, new_state
 
     return optax.GradientTransformationExtraArgs(init, update)

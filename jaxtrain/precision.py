@@ -34,7 +34,8 @@ class LossScale:
     def __post_init__(self) -> None:
         if not 0 < self.minimum <= self.initial <= self.maximum:
             raise ValueError(
-                f"loss scale: need 0 < minimum <= initial <= maximum, got {self.minimum}, {self.initial}, {self.maximum}."
+                "loss scale: need 0 < minimum <= initial <= maximum, got "
+                f"{self.minimum}, {self.initial}, {self.maximum}."
             )
 
 

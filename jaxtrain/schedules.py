@@ -1,4 +1,4 @@
-"""Learning-rate schedules: functions of the number of optimizer steps already applied (optax's, with checked horizons)."""
+"""Learning-rate schedules: functions of the number of optimizer steps already applied (optax's, horizons checked)."""
 
 import optax
 
@@ -9,7 +9,7 @@ def build(name: str, *, peak: float, steps: int, warmup_steps: int = 0, end: flo
     """A schedule by name: ``schedule(n)`` is the rate of the update that follows ``n`` applied ones.
 
     Args:
-        name: ``constant`` (``peak`` after the warm-up), ``linear`` or ``warmup_cosine`` (both reach ``end`` at ``steps``).
+        name: ``constant`` (``peak`` after the warm-up), ``linear`` or ``warmup_cosine`` (both reach ``end``).
         peak: the highest rate, reached after ``warmup_steps`` steps that rise linearly from 0.
         steps: the horizon in optimizer steps, warm-up INCLUDED; beyond it the rate stays ``end``.
         warmup_steps: 0 starts at ``peak``.
@@ -21,7 +21,9 @@ def build(name: str, *, peak: float, steps: int, warmup_steps: int = 0, end: flo
     if name not in NAMES:
         raise ValueError(f"schedule {name!r} is not one of {', '.join(NAMES)}.")
     if not 0 <= warmup_steps < steps:
-        raise ValueError(f"schedule: warm-up of {warmup_steps} steps must be shorter than its horizon of {steps} steps.")
+        raise ValueError(
+            f"schedule: warm-up of {warmup_steps} steps must be shorter than its horizon of {steps} steps."
+        )
     rest = steps - warmup_steps
     decay = {
         "constant": lambda: optax.constant_schedule(peak),

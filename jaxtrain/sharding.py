@@ -88,9 +88,7 @@ def like_params(abstract: Any, params: Mapping | Any, shardings: Any, mesh: Mesh
     """
     known = {
         name: (leaf.shape, sharding)
-        for (name, leaf), sharding in zip(
-            paths.named_leaves(params).items(), jax.tree.leaves(shardings), strict=True
-        )
+        for (name, leaf), sharding in zip(paths.named_leaves(params).items(), jax.tree.leaves(shardings), strict=True)
     }
 
     def one(path: tuple[Any, ...], x: Any) -> NamedSharding:

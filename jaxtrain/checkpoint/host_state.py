@@ -32,7 +32,7 @@ def seed_generators(seed: int, process_index: int = 0) -> None:
     """Seed both global generators for a new run, another stream for each process."""
     words = np.random.SeedSequence([seed, process_index]).generate_state(2)
     random.seed(int(words[0]))
-    np.random.seed(int(words[1]))  # noqa: NPY002, the global generator is what user code draws from
+    np.random.seed(int(words[1]))
 
 
 def platform_fingerprint() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""MANIFEST.json: path, size and crc32c of every file of a checkpoint, so that it is proved whole before it is believed."""
+"""MANIFEST.json: path, size and crc32c of every file of a checkpoint: it is proved whole before it is believed."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def write(directory: pathlib.Path) -> None:
 
 
 def problem(directory: pathlib.Path) -> str | None:
-    """Why the checkpoint in ``directory`` is not whole, as ``"<file>: <reason>"``; None where every byte is as written."""
+    """Why the checkpoint in ``directory`` is not whole, as ``"<file>: <reason>"``; None: every byte is as written."""
     try:
         wanted = json.loads((directory / NAME).read_text())["files"]
     except FileNotFoundError:

@@ -1,0 +1,157 @@
+"""The one place that turns a resolved config into objects; nothing else reads it."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jaxtrain import adapters, optim, schedules, sharding
+from jaxtrain.config import ConfigError
+from jaxtrain.data import text
+from jaxtrain.data.pipeline import Batches, InOrder, evenly_spaced
+from jaxtrain.losses import Loss, cross_entropy
+from jaxtrain.models import transformer
+from jaxtrain.models.transformer import Transformer, TransformerConfig
+from jaxtrain.precision import Precision
+from jaxtrain.step import MultiSteps, Program, Skip, build_train_step
+
+_UNROLLED_LAYERS = 16  # on CPU: unrolled is about 10% faster there, and compiles in time linear in the depth
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """All that a loop needs, built.
+
+    Attributes:
+        config: resolved. program: on its mesh. corpus: the text, split.
+        batches: endless training micro-batches. held_out: the rows of an evaluation, each once.
+        flops_per_sample: of one row, forward and backward.
+    """
+
+    config: ConfigDict
+    program: Program
+    corpus: text.TextCorpus
+    batches: Batches
+    held_out: InOrder
+    flops_per_sample: float
+
+    def module(self, params: Any, model_state: Any = ()) -> nnx.Module:
+        """The model with parameters in the compute dtype: what samples."""
+        make = functools.partial(_make_model, model_config(self.config, self.program.mesh))
+        return adapters.nnx_module(make, precision(self.config).cast(params), model_state)
+
+    def describe(self) -> list[str]:
+        """What will run, in a few lines for a person: model, batch arithmetic, mesh, text."""
+        c, mesh = self.config, self.program.mesh
+        parameters = sum(x.size for x in jax.tree.leaves(self.program.abstract_state.params))
+        rows, k, length = c.data.micro_batch_size, c.accumulation.k, c.data.sequence_length
+        axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+        return [
+            f"model    {c.model.name}, {parameters:,} parameters, {c.precision.compute} compute",
+            f"batch    {rows} rows x {length} tokens x {k} micro-batches = {rows * length * k:,} tokens a step",
+            f"mesh     {axes} ({mesh.size} x {mesh.devices.flat[0].device_kind})",
+            f"text     {self.corpus}",
+        ]
+
+
+def assemble(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Experiment:
+    """Build everything for a run.
+
+    Args:
+        config: from ``jaxtrain.config.resolve``. devices: all by default.
+
+    Raises:
+        ConfigError and ValueError: what does not fit together, in a sentence.
+    """
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"{jax.process_count()} processes: a run over several processes is not available yet; use one."
+        )
+    mesh = sharding.make_mesh(**config.mesh.to_dict(), devices=devices)
+    program = make_program(config, mesh)
+    data = config.data
+    length, rows = data.sequence_length, data.micro_batch_size
+    program.batch_struct(example_batch(config))  # says now, not after minutes of reading, that the rows do not divide
+    corpus = text.load_text(data.paths, held_out_fraction=data.held_out_fraction, skip_non_utf8=data.skip_non_utf8)
+    held_out = text.RowTable(corpus.held_out, length)
+    if config.eval.rows:
+        held_out = evenly_spaced(held_out, config.eval.rows)
+    return Experiment(
+        config=config,
+        program=program,
+        corpus=corpus,
+        batches=Batches(text.RowTable(corpus.train, length), rows, seed=config.seed, shuffle=data.shuffle, threads=0),
+        held_out=InOrder(held_out, rows, threads=0),
+        flops_per_sample=length * transformer.flops_per_token(model_config(config, mesh), length),
+    )
+
+
+def make_program(config: ConfigDict, mesh: Mesh) -> Program:
+    """The training program of a config on a mesh; reads no data."""
+    make = functools.partial(_make_model, model_config(config, mesh))
+    o = config.optim
+    schedule = schedules.build(
+        o.schedule, peak=o.learning_rate, steps=o.schedule_steps or config.steps, warmup_steps=o.warmup_steps,
+        end=o.end_learning_rate,
+    )  # fmt: skip
+    optimizer = optim.build(
+        o.name, schedule, b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, momentum=o.momentum
+    )
+    return build_train_step(
+        *adapters.from_nnx(make, language_model_loss),
+        optimizer,
+        mesh=mesh,
+        rules=transformer.SHARDING_RULES,
+        accumulation=MultiSteps(config.accumulation.k),
+        precision=precision(config),
+        clip_norm=o.clip_norm or None,
+        ema=o.ema or None,
+        nonfinite=Skip(config.nonfinite.skip, config.nonfinite.max_consecutive),
+        report={"learning_rate": schedule},
+        seed=config.seed,
+    )
+
+
+def model_config(config: ConfigDict, mesh: Mesh) -> TransformerConfig:
+    """The model of a config; ``scan_layers=auto`` is decided by depth and platform."""
+    m = config.model
+    if 0 < m.vocab_size < text.VOCAB_SIZE:
+        raise ConfigError(
+            f"config: model.vocab_size={m.vocab_size} is below the data's {text.VOCAB_SIZE}; raise it or set 0."
+        )
+    device = getattr(mesh, "devices", None)  # an abstract mesh has none
+    on_cpu = device is not None and device.flat[0].platform == "cpu"
+    scan = {"yes": True, "no": False, "auto": not (on_cpu and m.layers <= _UNROLLED_LAYERS)}[m.scan_layers]
+    same = ("layers", "d_model", "heads", "kv_heads", "d_ff", "max_length", "dropout", "rope_theta", "tied_embeddings")
+    return TransformerConfig(
+        vocab_size=m.vocab_size or text.VOCAB_SIZE, scan_layers=scan, remat=m.remat, attention=m.attention,
+        **{name: m[name] for name in same},
+    )  # fmt: skip
+
+
+def precision(config: ConfigDict) -> Precision:
+    """The dtypes of a config."""
+    return Precision(config.precision.compute)
+
+
+def language_model_loss(model: Transformer, batch: Any, key: jax.Array | None) -> Loss:
+    """Next-token loss of packed rows, see ``text.RowTable``: int32 and float32 leaves ``[B, L]``."""
+    logits = model(batch["tokens"], batch["positions"], batch["segment_ids"], key=key)
+    return cross_entropy(logits, batch["targets"], batch["weights"])
+
+
+def example_batch(config: ConfigDict) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of one global micro-batch."""
+    shape = (config.data.micro_batch_size, config.data.sequence_length)
+    dtypes = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), jnp.int32) | {"weights": jnp.float32}
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
+
+
+def _make_model(config: TransformerConfig, rngs: nnx.Rngs) -> Transformer:
+    return Transformer(config, rngs=rngs)

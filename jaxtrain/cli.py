@@ -1,0 +1,248 @@
+"""The command line: parse, call, print.
+
+Exit codes: 0 done; 2 bad input, told in a sentence; 70 an exception, with its trace back; 75 stopped by SIGTERM or
+Ctrl-C and saved: the same line goes on.
+"""
+
+import argparse
+import difflib
+import importlib.util
+import json
+import os
+import pathlib
+import shlex
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxtrain import config as config_lib
+from jaxtrain.config import ConfigError
+from jaxtrain.workdir import Workdir, read_config
+
+DONE, BAD_INPUT, FAILED, STOPPED = 0, 2, 70, 75
+_FLAG = "--config."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. ``argv`` without the program's name; ``sys.argv`` by default."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    try:
+        overrides, rest = _split(argv)
+        arguments = parser.parse_args(rest)
+        return arguments.run(arguments, overrides)
+    except ConfigError as error:
+        print(f"jaxtrain: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except Exception:
+        traceback.print_exc()
+        return FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxtrain", description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(required=True, metavar="train|eval|sample|config|version")
+
+    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.set_defaults(run=run)
+        return sub
+
+    train = command("train", _train, "Train, from the newest checkpoint in the workdir if there is one.")
+    train.add_argument("--config", required=True, metavar="FILE[:ARG]", help="a file with get_config(arg)")
+    train.add_argument("--workdir", required=True, metavar="DIR", help="the run's directory, made if need be")
+    evaluation = command("eval", _eval, "Evaluate a checkpoint on the held-out text.")
+    sample = command("sample", _sample, "Generate text from a checkpoint.")
+    for sub in (evaluation, sample):
+        sub.add_argument("--workdir", required=True, metavar="DIR", help="the directory of a run")
+        sub.add_argument("--step", type=int, help="which checkpoint; by default the newest verified one")
+    sample.add_argument("--prompt", help="what the text begins with; by default the config's sample.prompt")
+    sample.add_argument("--tokens", type=int, help="how many to generate; by default the config's sample.tokens")
+    sample.add_argument("--temperature", type=float, help="0: always the likeliest")
+    sample.add_argument("--seed", type=int, default=0)
+    show = command("config", _show, "Print a config with all overrides applied: jaxtrain config show --config=FILE")
+    show.add_argument("action", choices=["show"])
+    show.add_argument("--config", metavar="FILE[:ARG]", help="without it: the defaults")
+    show.add_argument("--json", action="store_true", help="as JSON")
+    command("version", _version, "Print the versions that results depend on.")
+    return parser
+
+
+def _split(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Take ``--config.a.b=v`` and ``--config.a.b v`` out of the arguments."""
+    overrides: dict[str, str] = {}
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if not word.startswith(_FLAG):
+            rest.append(word)
+            continue
+        name, equals, value = word.removeprefix(_FLAG).partition("=")
+        if not equals:
+            value = next(words, None)
+            if value is None:
+                raise ConfigError(f"config: {word} has no value; write {word}=VALUE.")
+        overrides[name] = value
+    return overrides, rest
+
+
+def load_config(spec: str | None, overrides: dict[str, str]) -> ConfigDict:
+    """A config file (``path`` or ``path:arg``) with overrides, resolved.
+
+    Raises:
+        ConfigError: no such file, no ``get_config``, an unknown key or a bad value in it.
+    """
+    if spec is None:
+        return config_lib.resolve(config_lib.override(config_lib.default(), overrides))
+    name, _, argument = spec.partition(":")
+    path = pathlib.Path(name)
+    if not path.is_file():
+        beside = [str(p) for p in sorted(path.parent.glob("*.py"))] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(str(path), beside, n=1) or beside
+        hint = f"; there is {', '.join(near)}" if near else ""
+        raise ConfigError(f"config: {path} is no file{hint}.")
+    module_spec = importlib.util.spec_from_file_location("jaxtrain_config_file", path)
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+        if not hasattr(module, "get_config"):
+            raise ConfigError(f"config: {path} has no get_config(arg).")
+        config = module.get_config(argument)
+    except ConfigError:
+        raise
+    except (AttributeError, KeyError, TypeError) as error:  # what a locked, typed ConfigDict raises
+        line = traceback.extract_tb(error.__traceback__)
+        where = next((f"line {f.lineno}: {f.line}" for f in reversed(line) if f.filename == str(path)), "")
+        reason = str(error).replace("\\n", " ").split("Other fields present")[0].strip(" '\"")
+        did_you_mean = str(error).partition("Did you mean")[2]
+        hint = f" Did you mean{did_you_mean.strip(chr(39) + chr(34))}" if did_you_mean else ""
+        raise ConfigError(f"config: {path}, {where}: {reason}{hint}") from error
+    return config_lib.resolve(config_lib.override(config, overrides))
+
+
+def _train(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
+    config = load_config(arguments.config, overrides)
+    workdir = Workdir(arguments.workdir)
+    try:
+        return _train_in(workdir, config)
+    finally:
+        workdir.close()
+
+
+def _train_in(workdir: Workdir, config: ConfigDict) -> int:
+    from jaxtrain import loop, report  # heavy: only commands that compute load jax
+
+    _set_up_jax(config)
+    workdir.keep(config)
+    experiment = _assembled(config)
+    for line in experiment.describe():
+        print(line, flush=True)
+    outcome = loop.train(experiment, workdir)
+    if not outcome.finished:
+        again = shlex.join(["jaxtrain", *sys.argv[1:]])
+        print(
+            f"{outcome.stopped_by}: stopped at step {outcome.step}, which is saved. "
+            f"Go on with the same line:\n  {again}"
+        )
+        return STOPPED
+    report.finish(experiment, workdir.path, outcome)
+    return DONE
+
+
+def _eval(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
+    experiment, restored = _restored(arguments, overrides)
+    from jaxtrain.evaluate import evaluate  # heavy: only commands that compute load jax
+
+    program = experiment.program
+    result = evaluate(program, program.view(restored.state, copy=False), experiment.held_out)
+    print(json.dumps({"step": restored.host_state["counts"]["step"], **result}))
+    return DONE
+
+
+def _sample(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
+    experiment, restored = _restored(arguments, overrides)
+    from jaxtrain import report  # heavy: only commands that compute load jax
+
+    c = experiment.config.sample
+    prompt = c.prompt if arguments.prompt is None else arguments.prompt
+    tokens = c.tokens if arguments.tokens is None else arguments.tokens
+    temperature = c.temperature if arguments.temperature is None else arguments.temperature
+    try:
+        print(report.sample_text(experiment, restored.state, prompt, tokens, temperature, arguments.seed))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return DONE
+
+
+def _restored(arguments: argparse.Namespace, overrides: dict[str, str]) -> tuple[Any, Any]:
+    from jaxtrain.checkpoint.store import CheckpointError, Checkpoints  # heavy: only commands that compute load jax
+
+    config = config_lib.resolve(config_lib.override(read_config(arguments.workdir), overrides))
+    _set_up_jax(config)
+    checkpoints = Checkpoints(pathlib.Path(arguments.workdir).expanduser() / "checkpoints")
+    step = arguments.step if arguments.step is not None else checkpoints.latest_verified()
+    if step is None or step not in checkpoints.steps():
+        there = ", ".join(map(str, checkpoints.steps())) or "none"
+        raise ConfigError(
+            f"{checkpoints.directory} has no checkpoint {'' if step is None else step}; there is {there}."
+        )
+    experiment = _assembled(config)
+    try:
+        return experiment, checkpoints.restore(experiment.program, step)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        checkpoints.close()
+
+
+def _assembled(config: ConfigDict) -> Any:
+    from jaxtrain.assemble import assemble  # heavy: only commands that compute load jax
+
+    try:
+        return assemble(config)
+    except (ValueError, OSError, ImportError) as error:
+        if os.environ.get("JAXTRAIN_DEBUG"):
+            raise
+        raise ConfigError(str(error)) from error
+
+
+def _set_up_jax(config: ConfigDict) -> None:
+    import jax  # heavy: only commands that compute load jax
+
+    if config.compile_cache:
+        directory = pathlib.Path(config.compile_cache).expanduser().absolute()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"config: compile_cache={directory} cannot be made: {error.strerror}.") from error
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def _show(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
+    config = load_config(arguments.config, overrides)
+    if arguments.json:
+        print(json.dumps(config.to_dict(), indent=2))
+        return DONE
+    values = config_lib.flat(config)
+    rows = [(name, str(values[name]), "*" if key.free else " ", key.help) for name, key in config_lib.KEYS.items()]
+    widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+    for name, value, free, text in rows:
+        print(f"{name:<{widths[0]}}  {value:<{widths[1]}} {free} {text}")
+    print("* may change when a run goes on")
+    return DONE
+
+
+def _version(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
+    from jaxtrain.checkpoint.host_state import platform_fingerprint  # heavy: loads NumPy
+
+    for name, value in platform_fingerprint().items():
+        print(f"{name} {value}")
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""What the loop knows of itself on the host, and who is told: the only reader of the devices, exact counts, times."""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
+
+from jaxtrain import hardware, metrics
+from jaxtrain.assemble import Experiment
+from jaxtrain.goodput import Goodput, Phase
+from jaxtrain.progress import Progress
+from jaxtrain.step import StepMetrics
+from jaxtrain.workdir import Workdir
+
+_GOODPUT_EVERY_S = 10.0
+
+
+class MetricsReader:
+    """The only way from the devices to the loop: each step's metrics, when the next step is running."""
+
+    def __init__(self) -> None:
+        self._pending: StepMetrics | None = None
+
+    def push(self, new: StepMetrics) -> dict[str, float | int] | None:
+        """Take the metrics of the step just dispatched; wait for the one before and return its record."""
+        before, self._pending = self._pending, new
+        return None if before is None else before.to_host()
+
+    def drain(self) -> dict[str, float | int] | None:
+        """Wait for the last step and return its record, once."""
+        last, self._pending = self._pending, None
+        return None if last is None else last.to_host()
+
+
+class Journal:
+    """What the loop knows of itself on the host: exact counts of the last finished window, and who is told."""
+
+    def __init__(
+        self, experiment: Experiment, workdir: Workdir, goodput: Goodput, start: dict[str, int],
+        callbacks: Sequence[metrics.Callback], stream: TextIO | None,
+    ) -> None:  # fmt: skip
+        self.experiment = experiment
+        self.window, self.step = start["window"], start["step"]
+        self.micro_step, self.tokens = start["micro_step"], start["tokens"]
+        self._goodput, self._config = goodput, experiment.config
+        self._trackers: list[metrics.Callback] = [
+            metrics.JsonlWriter(workdir.path / "metrics.jsonl", self.step),
+            metrics.TensorBoardWriter(workdir.path / "tensorboard", self.step),
+            *callbacks,
+        ]
+        goodput.reached(self.step)
+        self._before_s = math.fsum(goodput.total_seconds().values())
+        self._progress = Progress(self._config.steps, min(self.window, self._config.steps), stream)
+        self._opened_s = self._saved_goodput_s = time.perf_counter()
+        self._since: tuple[float, int, int, int] | None = None  # time, window, micro_step, tokens of the last line
+        self._paused_s = self._waited_s = 0.0
+        device = experiment.program.mesh.devices.flat[0]
+        self._device_kind, self._devices = device.device_kind, experiment.program.mesh.size
+        self._compiled = False
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.close()
+        for tracker in self._trackers[:2]:
+            tracker.close()
+
+    def say(self, text: str) -> None:
+        self._progress.message(text)
+
+    @contextlib.contextmanager
+    def _compiling(self) -> Iterator[None]:
+        with self._goodput.phase(Phase.COMPILE), self._progress.status("compiling the step"):
+            yield
+        self._compiled = True
+        self._since = (time.perf_counter(), self.window, self.micro_step, self.tokens)
+        self._waited_s = 0.0
+
+    def dispatch(self) -> contextlib.AbstractContextManager:
+        """Around a step: the first one compiles."""
+        return self._goodput.phase(Phase.STEP) if self._compiled else self._compiling()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time that is not training and must not count in tokens/s."""
+        began = time.perf_counter()
+        yield
+        self._paused_s += time.perf_counter() - began
+
+    def waited(self, seconds: float) -> None:
+        self._waited_s += seconds
+
+    def log(self, record: dict[str, Any] | None, always: bool = False) -> None:
+        """Take a record, write a line at the cadence (or ``always``), stop a run that only skips.
+
+        Raises NonFiniteError, see ``Program.check``.
+        """
+        if self._take(record, always):
+            self.experiment.program.check(record)
+
+    def log_last(self, record: dict[str, Any] | None) -> None:
+        """The last record of a run that ends by an exception, which this one must not replace."""
+        self._take(record, always=True)
+
+    def _take(self, record: dict[str, Any] | None, always: bool) -> bool:
+        if record is None or not record["window_done"]:
+            return False
+        self.window, self.step = record["window"], record["step"]
+        self.micro_step, self.tokens = record["micro_step"], record["tokens"]
+        self._goodput.reached(self.step)
+        if always or self.window % self._config.log_every_steps == 0 or record["skipped_in_a_row"]:
+            line = self._line(record)
+            for tracker in self._trackers:
+                tracker.on_log(line)
+            self._progress.update(line)
+        return True
+
+    def _line(self, record: dict[str, Any]) -> dict[str, Any]:
+        now = time.perf_counter()
+        began, window, micro_step, tokens = self._since
+        windows = max(self.window - window, 1)
+        spent_s = max(now - began - self._paused_s, 1e-9)
+        samples = (self.micro_step - micro_step) * self._config.data.micro_batch_size
+        hidden = ("window", "window_done", "skipped_in_a_row", "bad_leaf", "weight")
+        line = {name: value for name, value in record.items() if name not in hidden}
+        line |= {
+            "samples": self.micro_step * self._config.data.micro_batch_size,
+            "tokens_per_s": (self.tokens - tokens) / spent_s,
+            "step_s": spent_s / windows,
+            "input_wait_s": self._waited_s / windows,
+            "mfu": self._mfu(samples * self.experiment.flops_per_sample / spent_s),
+            "time_s": self._before_s + now - self._opened_s,
+        }
+        self._since = (now, self.window, self.micro_step, self.tokens)
+        self._paused_s = self._waited_s = 0.0
+        if now - self._saved_goodput_s > _GOODPUT_EVERY_S:
+            self._goodput.save()
+            self._saved_goodput_s = now
+        return line
+
+    def _mfu(self, flops_per_s: float) -> float | None:
+        try:
+            return hardware.mfu(flops_per_s, self._device_kind, self._config.precision.compute, self._devices)
+        except ValueError:  # above 1: two lines so close together that the clock says nothing
+            return None
+
+    def evaluated(self, evaluation: dict[str, float] | None) -> None:
+        if evaluation is None:
+            return
+        line = {"step": self.step, **evaluation, "time_s": self._before_s + time.perf_counter() - self._opened_s}
+        for tracker in self._trackers:
+            tracker.on_eval(line)
+        self._progress.update(line)
+
+    def saved(self, path: Any) -> None:
+        for tracker in self._trackers:
+            tracker.on_save(self.step, path)
+        self._goodput.save()
+
+    def end(self, finished: bool) -> None:
+        summary = {"step": self.step, "window": self.window, "tokens": self.tokens, "finished": finished}
+        for tracker in self._trackers:
+            tracker.on_end(summary)

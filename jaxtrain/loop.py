@@ -1,0 +1,173 @@
+"""The synchronous training loop, in order of time.
+
+It waits for nothing but the step before the one it has just dispatched: metrics are read one step late, through one
+``MetricsReader``, and batches are on the devices before they are asked for.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from jaxtrain import metrics
+from jaxtrain.assemble import Experiment
+from jaxtrain.checkpoint import host_state
+from jaxtrain.checkpoint.store import Checkpoints
+from jaxtrain.config import ConfigError
+from jaxtrain.evaluate import evaluate
+from jaxtrain.goodput import Goodput, Phase
+from jaxtrain.journal import Journal, MetricsReader
+from jaxtrain.preemption import Preemption
+from jaxtrain.prefetch import DevicePrefetch, to_devices
+from jaxtrain.state import TrainState
+from jaxtrain.workdir import Workdir
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a call of ``train`` ended.
+
+    Attributes:
+        state: the last state. step: updates applied. finished: False where it was asked to stop (``stopped_by``).
+        evaluation: of the last step, see ``evaluate``; None where the run did not finish.
+    """
+
+    state: TrainState
+    step: int
+    finished: bool
+    stopped_by: str | None
+    evaluation: dict[str, float] | None
+
+
+def train(
+    experiment: Experiment,
+    workdir: Workdir,
+    *,
+    callbacks: Sequence[metrics.Callback] = (),
+    stream: TextIO | None = None,
+) -> Outcome:
+    """Train until ``config.steps`` windows are done, from the workdir's newest verified checkpoint if there is one.
+
+    Args:
+        callbacks: told of logs, evaluations, saves and the end, beside ``metrics.jsonl`` and TensorBoard.
+        stream: where progress goes; stdout by default.
+
+    Raises:
+        NonFiniteError: too many windows in a row were skipped. CheckpointError: a save failed.
+        ConfigError: the newest checkpoint was made from other data.
+    """
+    config, program = experiment.config, experiment.program
+    workdir.keep(config)
+    with contextlib.ExitStack() as stack:
+        preemption = stack.enter_context(Preemption())
+        goodput = Goodput(workdir.path / "goodput.json")
+        stack.callback(goodput.save)
+        checkpoints = Checkpoints(workdir.path / "checkpoints", keep_last=config.checkpoint.keep_last)
+        stack.push(lambda kind, *_: _close(checkpoints, kind))
+        with goodput.phase(Phase.RESTORE):
+            state, start = _start(experiment, checkpoints)
+        journal = stack.enter_context(Journal(experiment, workdir, goodput, start, callbacks, stream))
+        if start["window"]:
+            journal.say(f"restored step {start['step']}: sample {start['sample_index']:,} is next")
+        position = start["sample_index"]
+        put = lambda batch: to_devices(batch, program.batch_sharding)  # noqa: E731
+        feed = stack.enter_context(DevicePrefetch(experiment.batches.at(position), put))
+        reader = MetricsReader()
+        stack.push(lambda kind, *_: kind and journal.log_last(reader.drain()))  # an error loses no record
+
+        def save() -> None:
+            checkpoints.check()
+            if journal.window == start["window"]:
+                return  # nothing was done since the checkpoint that was restored
+            with goodput.phase(Phase.CHECKPOINT):
+                saved = checkpoints.save(
+                    journal.step, program.checkpoint_view(state), host_state=_host_state(journal),
+                    data=_data(experiment, journal.micro_step),
+                )  # fmt: skip
+            if saved:
+                journal.saved(checkpoints.directory / str(journal.step))
+
+        def run_evaluation() -> dict[str, float] | None:
+            with goodput.phase(Phase.EVAL), journal.paused():
+                view = program.view(state, copy=False)
+                return evaluate(program, view, experiment.held_out, stop=lambda: preemption.requested is not None)
+
+        evaluation = None
+        for window in range(start["window"], config.steps):
+            for _ in range(program.accumulation.micro_batches(window)):
+                with goodput.phase(Phase.INPUT):
+                    batch, waited_s = next(feed)
+                with journal.dispatch():
+                    state, step_metrics = program.step(state, batch)
+                    record = reader.push(step_metrics)
+                journal.waited(waited_s)
+                journal.log(record)
+                if preemption.requested:
+                    break
+            checkpoints.check()
+            done, stop = window + 1, preemption.requested is not None
+            last = done == config.steps
+            if stop or last or _due(done, config.eval.every_steps) or _due(done, config.checkpoint.every_steps):
+                journal.log(reader.drain(), always=last)
+            if not stop and (last or _due(done, config.eval.every_steps)):
+                evaluation = run_evaluation()
+                journal.evaluated(evaluation)
+                stop = preemption.requested is not None
+            if stop or last or _due(done, config.checkpoint.every_steps):
+                save()
+            if stop:
+                break
+        finished = journal.window >= config.steps and preemption.requested is None
+        if finished and evaluation is None:  # all was done before this call
+            evaluation = run_evaluation()
+        with goodput.phase(Phase.CHECKPOINT):
+            checkpoints.wait()
+        journal.end(finished)
+        return Outcome(state, journal.step, finished, None if finished else preemption.requested, evaluation)
+
+
+def _due(done: int, every: int) -> bool:
+    return every > 0 and done % every == 0
+
+
+def _start(experiment: Experiment, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, int]]:
+    """The newest verified state, or a new one; with the host's counts at that point."""
+    program, config = experiment.program, experiment.config
+    newest = checkpoints.latest_verified()
+    if newest is None:
+        host_state.seed_generators(config.seed)
+        return program.init(), {"window": 0, "step": 0, "micro_step": 0, "tokens": 0, "sample_index": 0}
+    restored = checkpoints.restore(program, newest)
+    was, now = restored.data["fingerprint"], experiment.corpus.fingerprint
+    if was != now:
+        raise ConfigError(
+            f"the text has changed since checkpoint {newest} was saved (fingerprint {was[:12]} then, {now[:12]} now); "
+            "put it back, or start in another --workdir."
+        )
+    host_state.apply(restored.host_state["generators"])
+    counts = restored.host_state["counts"] | {"sample_index": restored.data["sample_index"]}
+    return restored.state, counts
+
+
+def _host_state(journal: Journal) -> dict[str, Any]:
+    return {
+        "counts": {name: getattr(journal, name) for name in ("window", "step", "micro_step", "tokens")},
+        "generators": host_state.capture(),
+        "config": journal.experiment.config.to_dict(),
+        "platform": host_state.platform_fingerprint(),
+        "process_count": 1,
+    }
+
+
+def _data(experiment: Experiment, micro_step: int) -> dict[str, Any]:
+    index = micro_step * experiment.config.data.micro_batch_size
+    return {"sample_index": index, "fingerprint": experiment.corpus.fingerprint}
+
+
+def _close(checkpoints: Checkpoints, failed: type | None) -> None:
+    """Wait for the last save; while an exception is on its way out, a failed save must not mask it."""
+    try:
+        checkpoints.close()
+    except Exception:
+        if failed is None:
+            raise

@@ -1,0 +1,40 @@
+"""SIGTERM and Ctrl-C as a wish the loop can see: it finishes what it does, saves, and goes."""
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Self
+
+
+class Preemption:
+    """While entered, the first SIGTERM or SIGINT sets ``requested``; a second Ctrl-C interrupts at once.
+
+    Outside of the main thread Python allows no handlers: ``requested`` then changes only by ``request``.
+    """
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        self._former: dict[int, object] = {}
+
+    def request(self, why: str) -> None:
+        """Ask the loop to save and stop; ``why`` is told to the user."""
+        self.requested = self.requested or why
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._former[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        self._former.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.requested is not None:
+            raise KeyboardInterrupt
+        self.request("Ctrl-C" if number == signal.SIGINT else "SIGTERM")
+        note = f"\n{self.requested}: saving, then stopping" + (" (Ctrl-C again: at once, unsaved)\n")
+        os.write(2, note.encode())  # print is not safe inside a handler

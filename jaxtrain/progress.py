@@ -1,0 +1,295 @@
+"""What a person sees of a run: one bar on a terminal, plain lines in a pipe, a log file or CI.
+
+Nothing here can stop a run: a reader that went away (``jaxtrain train | head``) makes it quiet.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+REFRESH_PER_SECOND = 4  # of a terminal
+_BAR_WIDTHS = (10, 40)  # smallest and largest, in characters
+
+Record = Mapping[str, float | int | None]
+
+
+class Progress:
+    """Shows how far ``total_steps`` a run is, from ``initial_step`` (the restored step) on.
+
+    ``stream`` is stdout unless given. A terminal gets one bar with step, time left, loss, tokens/s, MFU and the last
+    evaluation, redrawn at most 4 times a second by a thread; it appears at the first :meth:`update`. Any other stream
+    gets one line per record. Names it knows: ``step`` (applied updates), ``loss``, ``learning_rate``, ``grad_norm``,
+    ``tokens_per_s``, ``mfu`` (a fraction of 1), ``skipped_steps``, ``eval/<anything>``; a record of ``step`` alone
+    moves the bar and prints no line. The time left counts the speed since the first update of this run, evaluations
+    and saves included and the first compilation not. ``clock`` gives seconds.
+
+    Raises ValueError unless 0 <= initial_step <= total_steps and total_steps >= 1.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        initial_step: int = 0,
+        stream: TextIO | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        if not (total_steps >= 1 and 0 <= initial_step <= total_steps):
+            raise ValueError(f"cannot show step {initial_step} of {total_steps} steps")
+        self._total, self._step = total_steps, initial_step
+        self._stream = _Stream(stream)
+        self._clock = clock
+        self._first: tuple[int, float] | None = None  # step and second of this run's first update
+        self._last_s = 0.0
+        self._shown: dict[str, float | int | None] = {}  # the newest value of each name
+        self._status: tuple[str, float] | None = None
+        self._live: Live | None = None
+        self._closed = False
+
+    def update(self, record: Record) -> None:
+        """Takes the numbers of one window or evaluation; unknown names are ignored. A closed one takes nothing."""
+        if self._closed:
+            return
+        self._last_s = self._clock()
+        if (step := record.get("step")) is not None:
+            self._step = int(step)
+        if self._first is None:
+            self._first = (self._step, self._last_s)
+        if self._stream.terminal:
+            self._shown.update(record)
+            if self._live is None:
+                self._live = _start_live(self._stream, self._render)
+        elif any(name != "step" for name in record):
+            self._stream.line(self._plain(record))
+
+    def message(self, text: str) -> None:
+        """Prints a line of text, above the bar where there is one."""
+        if self._live is None:
+            self._stream.line(text)
+        else:
+            from rich.text import Text  # only terminals need rich
+
+            self._live.console.print(Text(text), soft_wrap=True)
+
+    @contextmanager
+    def status(self, text: str) -> Iterator[None]:
+        """Says what a long wait is for: in the bar where there is one, else as :class:`Status` does."""
+        if self._live is None:
+            with Status(text, self._stream.wrapped, clock=self._clock):
+                yield
+            return
+        self._status = (text, self._clock())
+        try:
+            yield
+        finally:
+            self._status = None
+
+    def close(self) -> None:
+        """Leaves the bar as it is and gives the terminal back; a second call does nothing."""
+        self._closed = True
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _eta_s(self) -> float | None:
+        """Seconds left at the speed of this run, None before there is one."""
+        if self._first is None or self._step <= self._first[0]:
+            return None
+        seconds_per_step = (self._last_s - self._first[1]) / (self._step - self._first[0])
+        return max(0.0, (self._total - self._step) * seconds_per_step - (self._clock() - self._last_s))
+
+    def _plain(self, record: Record) -> str:
+        parts = [f"step {self._step}/{self._total}"]
+        for name, show in _PLAIN.items():
+            if name in record:
+                parts.append(show(record[name]))
+        if skipped := record.get("skipped_steps"):
+            parts.append(f"skipped {skipped}")
+        for name, value in record.items():
+            if name.startswith("eval/"):
+                label = name.removeprefix("eval/").replace("bits_per_byte", "bits/byte").replace("_", " ")
+                parts.append(f"eval {label} {_or_dash(value, '.4f' if isinstance(value, float) else '')}")
+        if "loss" in record:
+            parts.append(f"eta {_duration(self._eta_s())}")
+        return "  ".join(parts)
+
+    def _parts(self, width: int) -> tuple[str, int, str]:
+        """(text before the bar, width of the bar, text after it) for a terminal of ``width`` characters."""
+        before = f"{self._step}/{self._total}"
+        if (status := self._status) is not None:  # read once: the drawing thread runs this too
+            text, since_s = status
+            before = f"{text} {self._clock() - since_s:.0f}s  {before}"
+        after = {"eta": f"eta {_duration(self._eta_s())}"}
+        for name in ("loss", "tokens_per_s", "mfu"):
+            if self._shown.get(name) is not None:
+                after[name] = _PLAIN[name](self._shown[name])
+        if (bits := self._shown.get("eval/bits_per_byte")) is not None:
+            after["eval"] = f"eval {bits:.3f} bits/byte"
+        elif (loss := self._shown.get("eval/loss")) is not None:
+            after["eval"] = f"eval {loss:.4f}"
+        for least_missed in ("mfu", "tokens_per_s", "eval", "loss", "eta"):
+            room = width - len(before) - len("  ".join(after.values())) - 2
+            if room >= _BAR_WIDTHS[0]:
+                break
+            after.pop(least_missed, None)
+        room = width - len(before) - len("  ".join(after.values())) - 2
+        return before, max(1, min(room, _BAR_WIDTHS[1])), "  ".join(after.values())
+
+    def _render(self, width: int) -> Any:
+        from rich.progress_bar import ProgressBar  # only terminals need rich
+        from rich.table import Table  # only terminals need rich
+        from rich.text import Text  # only terminals need rich
+
+        before, bar_width, after = self._parts(width)
+        grid = Table.grid(padding=(0, 1))
+        for _ in range(3):
+            grid.add_column(no_wrap=True)
+        grid.add_row(Text(before), ProgressBar(total=self._total, completed=self._step, width=bar_width), Text(after))
+        return grid
+
+
+class Status:
+    """A context for a long wait, such as a compilation: ``with Status("compiling the step"): ...``.
+
+    A terminal sees the text with the seconds so far, and at the end how long it took; any other stream gets one line
+    at the start. Not inside a :class:`Progress` that shows its bar: its :meth:`Progress.status` is for that.
+    """
+
+    def __init__(self, text: str, stream: TextIO | None = None, *, clock: Callable[[], float] = time.monotonic):
+        self._text = text
+        self._stream = _Stream(stream)
+        self._clock = clock
+        self._since_s = 0.0
+        self._spinner: Any = None
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        self._since_s = self._clock()
+        if self._stream.terminal:
+            from rich.spinner import Spinner  # only terminals need rich
+
+            self._spinner = Spinner("dots" if self._stream.encoding.lower().startswith("utf") else "line")
+            self._live = _start_live(self._stream, self._render)
+        else:
+            self._stream.line(f"{self._text} ...")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._spinner = None
+            self._live.stop()
+
+    def _render(self, width: int) -> Any:
+        from rich.text import Text  # only terminals need rich
+
+        text = Text(f"{self._text}  {self._clock() - self._since_s:.0f}s")
+        spinner = self._spinner
+        if spinner is None:
+            return text
+        spinner.update(text=text)
+        return spinner
+
+
+class _Stream:
+    """A text stream that is safe to write to: when the reader is gone or the stream is closed it goes quiet."""
+
+    def __init__(self, stream: TextIO | None):
+        self.wrapped = sys.stdout if stream is None else stream
+        self.encoding = getattr(self.wrapped, "encoding", None) or "utf-8"  # rich asks
+        self._quiet = self.wrapped is None or getattr(
+            self.wrapped, "closed", False
+        )  # pythonw and some daemons have no stdout
+        self.terminal = not self._quiet and self.wrapped.isatty() and os.environ.get("TERM") != "dumb"
+
+    def line(self, text: str) -> None:
+        self.write(text + "\n")
+        self.flush()
+
+    def write(self, text: str) -> int:
+        try:
+            if not self._quiet:
+                self.wrapped.write(text)
+        except UnicodeEncodeError:  # a ValueError too, but of the text
+            self.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
+        except (OSError, ValueError) as error:
+            self._fall_silent(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            if not self._quiet:
+                self.wrapped.flush()
+        except (OSError, ValueError) as error:
+            self._fall_silent(error)
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    def _fall_silent(self, error: Exception) -> None:
+        self._quiet = not isinstance(error, OSError) or isinstance(error, BrokenPipeError)  # a full disk may recover
+        if isinstance(error, BrokenPipeError) and self.wrapped in (sys.__stdout__, sys.__stderr__):
+            # Python flushes what is left at exit, fails again and makes the exit status 120, see
+            # https://docs.python.org/3/library/signal.html#note-on-sigpipe
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, self.wrapped.fileno())
+            os.close(devnull)
+
+
+def _start_live(stream: _Stream, render: Callable[[int], Any]) -> "Live":
+    """A region at the bottom of the terminal that shows ``render(width in characters)``."""
+    from rich.console import Console  # only terminals need rich
+    from rich.live import Live  # only terminals need rich
+
+    console = Console(file=stream, force_terminal=True)  # type: ignore[arg-type]
+    live = Live(
+        get_renderable=lambda: render(console.width),
+        console=console,
+        refresh_per_second=REFRESH_PER_SECOND,
+        redirect_stdout=_is_terminal(sys.stdout),  # prints go above the bar, unless they go to a file
+        redirect_stderr=_is_terminal(sys.stderr),
+    )
+    live.start(refresh=True)
+    return live
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and not stream.closed and stream.isatty()
+
+
+def _or_dash(value: float | int | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def _duration(seconds: float | None) -> str:
+    """``45s``, ``1m23s``, ``2h05m``, ``3d04h``; a dash for None."""
+    if seconds is None:
+        return "-"
+    s = round(seconds)
+    if s < 60:
+        return f"{s}s"
+    if s < 3600:
+        return f"{s // 60}m{s % 60:02d}s"
+    if s < 86400:
+        return f"{s // 3600}h{s % 3600 // 60:02d}m"
+    return f"{s // 86400}d{s % 86400 // 3600:02d}h"
+
+
+_PLAIN: dict[str, Callable[[float | int | None], str]] = {
+    "loss": lambda v: f"loss {_or_dash(v, '.4f')}",
+    "learning_rate": lambda v: f"lr {_or_dash(v, '.1e')}",
+    "grad_norm": lambda v: f"grad {_or_dash(v, '.2f')}",
+    "tokens_per_s": lambda v: f"{_or_dash(v, ',.0f')} tok/s",
+    "mfu": lambda v: f"mfu {_or_dash(v, '.1%')}",
+}

@@ -1,0 +1,276 @@
+"""What a train step computes, as pure functions: one micro-batch's contribution, and what a window of them does."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain import paths, rng
+from jaxtrain.losses import Loss
+from jaxtrain.optim import Skip
+from jaxtrain.precision import Precision
+from jaxtrain.state import Counters, Snapshot, TrainState, Variables, View, WindowStart, add_tokens
+
+NO_LEAF = -1
+_MAX_METRICS = 32  # of a loss function's own; fixed, so that a state can be born before any batch was seen
+
+
+class Contribution(NamedTuple):
+    """What one micro-batch adds to its window; all finite (a bad micro-gradient arrives as zeros and ``bad``).
+
+    Attributes:
+        grads: gradient of the loss SUM, float32, shaped and sharded like the parameters.
+        weight, total: sums over the micro-batch, float32 scalars.
+        model_state: new mutable state of the model.
+        metrics: name -> (sum, weight), float32 scalars.
+        bad: 1 where something was not finite, else 0, float32 scalar, the same on all shards.
+        bad_leaf: int32: index of the first parameter (order of ``jax.tree.leaves``) with a non-finite gradient, or -1.
+        tokens: the weight rounded to int32.
+    """
+
+    grads: Any
+    weight: jax.Array
+    total: jax.Array
+    model_state: Any
+    metrics: Mapping[str, tuple[jax.Array, jax.Array]]
+    bad: jax.Array
+    bad_leaf: jax.Array
+    tokens: jax.Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["values", "counts"], meta_fields=["value_names", "count_names"]
+)
+@dataclasses.dataclass(frozen=True)
+class StepMetrics:
+    """One window's record as two small arrays, so that reading it is one transfer.
+
+    ``values`` float32: ``loss`` (mean over the window's weight, unscaled; NaN where it was skipped), ``weight``,
+    ``grad_norm`` (global, before clipping), ``grad_norm_clipped``, ``loss_scale``, what ``report`` names as applied,
+    the loss function's metrics. ``counts`` int32: ``micro_step``, ``window``, ``step``, ``skipped_in_a_row``,
+    ``bad_leaf``, ``window_done`` (0 inside a window: the values are not a record then), two words of ``tokens``.
+    """
+
+    values: jax.Array
+    counts: jax.Array
+    value_names: tuple[str, ...]
+    count_names: tuple[str, ...]
+
+    def __getitem__(self, name: str) -> jax.Array:
+        """One entry as a device scalar."""
+        if name in self.value_names:
+            return self.values[self.value_names.index(name)]
+        return self.counts[self.count_names.index(name)]
+
+    def to_host(self) -> dict[str, float | int]:
+        """All entries as Python numbers, with ``tokens`` and ``skipped_steps`` exact; waits for the step."""
+        values, counts = jax.device_get((self.values, self.counts))
+        record = dict(zip(self.value_names, values.tolist(), strict=True))
+        record |= dict(zip(self.count_names, counts.tolist(), strict=True))
+        high, low = record.pop("tokens_high") % 2**32, record.pop("tokens_low") % 2**32
+        return record | {"tokens": high * 2**32 + low, "skipped_steps": record["window"] - record["step"]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Everything static about a program; its methods are the pure functions that ``Program`` compiles."""
+
+    loss_fn: Callable
+    init_fn: Callable
+    update: optax.GradientTransformationExtraArgs
+    multi: optax.MultiSteps
+    single: bool
+    precision: Precision
+    ema: float | None
+    skip: Skip
+    report: Mapping[str, optax.Schedule]
+    seed: int
+    shardings: Any
+
+    def fresh(self, variables: Variables) -> Snapshot:
+        params = jax.tree.map(lambda x: x.astype(jnp.float32), variables.params)
+        with relaxed():
+            opt_state = self.update.init({"grads": params})
+        ema = None if self.ema is None else params
+        return Snapshot(params, opt_state, variables.model_state, ema, self.precision.init_scale(), Counters.zero())
+
+    def resume(self, snapshot: Snapshot) -> TrainState:
+        params, opt_state, model_state, ema, scale, counters = snapshot
+        if self.single:
+            return TrainState(params, opt_state, model_state, ema, scale, counters, None)
+        zero = jnp.float32(0)
+        zeros = _sums(jax.tree.map(jnp.zeros_like, params), zero, zero, zero, {})
+        opt_state = optax.MultiStepsState(jnp.int32(0), counters.window, opt_state, zeros)
+        start = WindowStart(counters, model_state)
+        return TrainState(params, opt_state, model_state, ema, scale, counters, start)
+
+    def loss(self, params: Any, model_state: Any, batch: Any, key: jax.Array | None) -> Loss:
+        """The loss in compute dtype. The SHARD is cast, then gathered: fewer bytes on the wire."""
+        compute = jax.lax.with_sharding_constraint(self.precision.cast(params), self.shardings)
+        loss = self.loss_fn(compute, model_state, batch, key)
+        _check_loss(loss, model_state)
+        return loss if loss.model_state is not None else loss._replace(model_state=model_state)
+
+    def contribution(self, view: View, batch: Any, index: jax.Array) -> Contribution:
+        key = rng.key(self.seed, "dropout", index)
+
+        def total(params: Any) -> tuple[jax.Array, Loss]:
+            loss = self.loss(params, view.model_state, batch, key)
+            return loss.total, loss
+
+        _, pull, loss = jax.vjp(total, view.params, has_aux=True)
+        if self.precision.scaled:
+            seed = self.precision.seed(view.scale, loss.weight)
+            grads = jax.tree.map(lambda g: g / seed, pull(seed)[0])
+        else:
+            grads = pull(jnp.float32(1.0))[0]
+        by_leaf = jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
+        rest = [loss.total, loss.weight, *_floats(loss.model_state), *jax.tree.leaves(dict(loss.metrics))]
+        good = jnp.all(by_leaf) & jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in rest]))
+        counted = good if self.skip.what == "micro" else True
+        clean = functools.partial(jax.tree.map, lambda x: jnp.where(jnp.isfinite(x) & counted, x, 0.0))
+        return Contribution(
+            grads=jax.tree.map(lambda g: jnp.where(good, g, 0.0), grads),
+            weight=clean(loss.weight),
+            total=clean(loss.total),
+            model_state=jax.tree.map(lambda new, old: jnp.where(good, new, old), loss.model_state, view.model_state),
+            metrics=clean(dict(loss.metrics)),
+            bad=1.0 - good.astype(jnp.float32),
+            bad_leaf=jnp.where(jnp.all(by_leaf), NO_LEAF, jnp.argmin(by_leaf).astype(jnp.int32)),
+            tokens=jnp.round(jnp.where(jnp.isfinite(loss.weight), loss.weight, 0.0)).astype(jnp.int32),
+        )
+
+    def apply(self, state: TrainState, c: Contribution) -> tuple[TrainState, StepMetrics]:
+        sums = _sums(c.grads, c.weight, c.bad, c.total, c.metrics)
+        transform = self.update if self.single else self.multi
+        with relaxed():
+            out, opt_state = transform.update(sums, state.opt_state, {"grads": state.params})
+        done = jnp.bool_(True) if self.single else opt_state.mini_step == 0
+        if not self.single:  # optax resets by multiplying with zero, and 0 * inf would poison every later window
+            clear = jax.tree.map(lambda x: jnp.where(done, 0.0, x), opt_state.acc_grads)
+            opt_state = opt_state._replace(acc_grads=clear)
+        counters = state.counters._replace(
+            micro_step=state.counters.micro_step + 1, tokens=add_tokens(state.counters.tokens, c.tokens)
+        )
+        moved = state._replace(opt_state=opt_state, model_state=c.model_state, counters=counters)
+        return self.finish(moved, out, done, c.bad_leaf, sorted(c.metrics))
+
+    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
+        view = View(state.params, state.model_state, state.scale)
+        contribution = self.contribution(view, batch, state.counters.micro_step)
+        # The barrier keeps the compiler from fusing across: step == apply . grads, bit for bit.
+        return self.apply(state, jax.lax.optimization_barrier(contribution))
+
+    def flush(self, state: TrainState, metric_names: Sequence[str]) -> tuple[TrainState, StepMetrics]:
+        multi = state.opt_state
+        with relaxed():
+            out, inner = self.update.update(multi.acc_grads, multi.inner_opt_state, {"grads": state.params})
+        zeros = jax.tree.map(jnp.zeros_like, multi.acc_grads)
+        opt_state = optax.MultiStepsState(jnp.int32(0), multi.gradient_step + 1, inner, zeros)
+        return self.finish(state._replace(opt_state=opt_state), out, jnp.bool_(True), jnp.int32(NO_LEAF), metric_names)
+
+    def evaluate(self, view: View, batch: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
+        loss = self.loss(view.params, view.model_state, batch, None)
+        return {"loss": (loss.total, loss.weight), **loss.metrics}
+
+    def finish(
+        self, state: TrainState, out: Mapping[str, Any], done: jax.Array, bad_leaf: jax.Array, names: Sequence[str]
+    ) -> tuple[TrainState, StepMetrics]:
+        """Close the window where ``done``: apply or undo, count, and write its record."""
+        applied = done & (out["applied"] > 0)
+        pick = functools.partial(jax.tree.map, lambda yes, no: jnp.where(applied, yes, no))
+        params = pick(jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.params, out["grads"]), state.params)
+        ema = state.ema
+        if self.ema is not None:
+            ema = pick(jax.tree.map(lambda e, p: self.ema * e + (1 - self.ema) * p, ema, params), ema)
+        old = state.counters
+        one = applied.astype(jnp.int32)
+        skipped = done.astype(jnp.int32) - one
+        in_a_row = jnp.where(applied, 0, old.skipped_in_a_row + skipped)
+        counters = old._replace(window=old.window + one + skipped, step=old.step + one, skipped_in_a_row=in_a_row)
+        scale = jax.tree.map(
+            lambda new, now: jnp.where(done, new, now), self.precision.adjust(state.scale, out["bad"] == 0), state.scale
+        )
+        record = self.record(state, out, counters, applied, done, bad_leaf, names)
+        model_state, start = state.model_state, state.start
+        if start is not None:
+            undo = done & ~applied
+            model_state = jax.tree.map(lambda was, now: jnp.where(undo, was, now), start.model_state, model_state)
+            begun = WindowStart(counters, model_state)
+            start = jax.tree.map(lambda new, was: jnp.where(done, new, was), begun, start)
+        return TrainState(params, state.opt_state, model_state, ema, scale, counters, start), record
+
+    def record(
+        self, state: TrainState, out: Mapping[str, Any], counters: Counters, applied: jax.Array, done: jax.Array,
+        bad_leaf: jax.Array, names: Sequence[str],
+    ) -> StepMetrics:  # fmt: skip
+        values = {
+            "loss": jnp.where(applied, out["total"] / out["weight"], jnp.nan),
+            "weight": out["weight"],
+            "grad_norm": out["norm"],
+            "grad_norm_clipped": out["clipped_norm"],
+            "loss_scale": state.scale.value,
+        }
+        with relaxed():
+            values |= {name: jnp.asarray(f(state.counters.step), jnp.float32) for name, f in self.report.items()}
+        own = out["metrics"][: len(names)]
+        values |= dict(zip(names, own[:, 0] / jnp.where(own[:, 1] > 0, own[:, 1], jnp.nan), strict=True))
+        counts = {name: getattr(counters, name) for name in ("micro_step", "window", "step", "skipped_in_a_row")}
+        high, low = jax.lax.bitcast_convert_type(counters.tokens, jnp.int32)
+        counts |= {"bad_leaf": bad_leaf, "window_done": done.astype(jnp.int32), "tokens_high": high, "tokens_low": low}
+        return StepMetrics(
+            jnp.stack(list(values.values())), jnp.stack(list(counts.values())), tuple(values), tuple(counts)
+        )
+
+
+def _sums(grads: Any, weight: Any, bad: Any, total: Any, metrics: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+    """The tree that accumulates over a window; the loss function's metrics as one float32 [_MAX_METRICS, 2]."""
+    packed = jnp.zeros((_MAX_METRICS, 2), jnp.float32)
+    if metrics:
+        packed = packed.at[: len(metrics)].set(jnp.stack([jnp.stack(metrics[name]) for name in sorted(metrics)]))
+    return {"grads": grads, "weight": weight, "bad": bad, "total": total, "metrics": packed}
+
+
+def _floats(tree: Any) -> list[jax.Array]:
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+def _check_loss(loss: Any, model_state: Any) -> None:
+    if not isinstance(loss, Loss):
+        raise TypeError(
+            f"loss_fn returned {type(loss).__name__}; return jaxtrain.step.Loss(total, weight), or wrap a function "
+            "that returns a scalar with jaxtrain.adapters.plain."
+        )
+    scalars = {"total": loss.total, "weight": loss.weight}
+    scalars |= {f"metrics[{n!r}][{i}]": pair[i] for n, pair in loss.metrics.items() for i in (0, 1)}
+    for name, x in scalars.items():
+        if jnp.shape(x) != () or jnp.asarray(x).dtype != jnp.float32:
+            raise TypeError(
+                f"loss_fn: {name} is {jnp.asarray(x).dtype}{list(jnp.shape(x))}; it must be a float32 scalar: the "
+                "SUM over valid items (weight: how many)."
+            )
+    if len(loss.metrics) > _MAX_METRICS:
+        raise TypeError(f"loss_fn: {len(loss.metrics)} metrics; at most {_MAX_METRICS} are carried.")
+    if loss.stats is not None:
+        raise NotImplementedError("loss_fn: Loss.stats is not available yet; return new statistics as model_state.")
+    if loss.model_state is not None:
+        wrong = paths.differences(model_state, loss.model_state)
+        if wrong:
+            raise TypeError("loss_fn: the new model_state is unlike the one given:\n  " + "\n  ".join(wrong))
+
+
+class relaxed:
+    """Standard dtype and rank promotion inside: optax multiplies bools with floats, whatever the caller's own rules."""
+
+    def __enter__(self) -> None:
+        self._inner = (jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"))
+        for context in self._inner:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self._inner):
+            context.__exit__(*error)

@@ -1,0 +1,86 @@
+"""A run's directory: one process at a time, one experiment for ever."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxtrain import config as config_lib
+from jaxtrain.config import ConfigError
+
+
+class Workdir:
+    """``path`` made, claimed for this process until it ends, and checked to be writable.
+
+    Raises:
+        ConfigError: it cannot be made or written, or another live process holds it.
+    """
+
+    def __init__(self, path: str | pathlib.Path) -> None:
+        self.path = pathlib.Path(path).expanduser().absolute()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / ".lock", "w")  # noqa: SIM115, held until the process ends
+        except OSError as error:
+            raise ConfigError(f"workdir {self.path} cannot be written: {error.strerror}; choose another.") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise ConfigError(
+                f"workdir {self.path} is in use by another process; wait for it or choose another."
+            ) from None
+
+    def keep(self, config: ConfigDict) -> None:
+        """Write ``config.json``, or hold ``config`` (resolved) against the one that is there.
+
+        Raises:
+            ConfigError: the directory holds another experiment; each key that differs is listed.
+        """
+        if (self.path / "config.json").exists():
+            lines = config_lib.drift(read_config(self.path), config)
+            if lines:
+                raise ConfigError(
+                    f"workdir {self.path} holds another experiment:\n  "
+                    + "\n  ".join(lines)
+                    + "\nuse another --workdir, "
+                    "or put these values back; what a run may change in mid-course is marked in: jaxtrain config show"
+                )
+        temporary = self.path / "config.json.tmp"
+        with open(temporary, "w") as out:
+            json.dump(config.to_dict(), out, indent=2)
+            out.write("\n")
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(self.path / "config.json")
+
+    def close(self) -> None:
+        """Give the directory free."""
+        with contextlib.suppress(OSError):
+            self._lock.close()
+
+
+def read_config(path: str | pathlib.Path) -> ConfigDict:
+    """The resolved config of a run's directory; keys that were added since have their defaults.
+
+    Raises:
+        ConfigError: there is none, or it is no config of this version.
+    """
+    file = pathlib.Path(path).expanduser() / "config.json"
+    try:
+        values: Mapping[str, Any] = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{file.parent} holds no run (config.json is not there); give the --workdir of one."
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON ({error}); put it back, or use another --workdir.") from None
+    config = config_lib.default()
+    for name, value in config_lib.flat(values).items():
+        config_lib.assign(config, name, tuple(value) if isinstance(value, list) else value)
+    return config_lib.resolve(config)
