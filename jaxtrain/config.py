@@ -55,7 +55,7 @@ KEYS: dict[str, Key] = {
     "model.dropout": Key(0.0, "probability on each residual branch", low=0.0, high=0.99),
     "model.rope_theta": Key(10000.0, "base of the rotary frequencies", low=1.0),
     "model.tied_embeddings": Key(False, "one table for input and output"),
-    "model.remat": Key("none", "what the backward pass recomputes", choices=("none", "full", "dots"), free=True),
+    "model.remat": Key("none", "what the backward pass recomputes", choices=("none", "attention", "dots", "full"), free=True),
     "model.attention": Key("xla", "attention implementation", choices=("xla", "cudnn"), free=True),
     "model.scan_layers": Key(
         "auto",

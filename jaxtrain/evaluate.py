@@ -47,4 +47,9 @@ def evaluate(
     loss = means.pop("loss", float("nan"))
     own = {f"eval/{name}": value for name, value in means.items()}
     bits = loss * BITS_PER_NAT
-    return {"eval/loss": loss, "eval/bits_per_byte": bits, "eval/tokens": totals.get("loss", (0.0, 0.0))[1], **own}
+    return {
+        "eval/loss": loss,
+        "eval/bits_per_byte": bits,
+        "eval/tokens": round(totals.get("loss", (0.0, 0.0))[1]),
+        **own,
+    }

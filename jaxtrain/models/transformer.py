@@ -207,16 +207,19 @@ def _attend_block(query_BLHC, key_BMKC, value_BMKC, visible_bLM):
     reduction either. That was worth 15% of a whole train step on CPU.
     """
     batch, length, heads, channels = query_BLHC.shape
-    kv_heads = key_BMKC.shape[2]
-    query_BLKGC = query_BLHC.reshape(batch, length, kv_heads, heads // kv_heads, channels)
-    scores_BKGLM = jnp.einsum("blkgc,bmkc->bkglm", query_BLKGC, key_BMKC, preferred_element_type=jnp.float32)
-    scores_BKGLM = jnp.where(visible_bLM[:, None, None], scores_BKGLM, _MASKED)
-    largest_BKGL1 = jax.lax.stop_gradient(scores_BKGLM.max(axis=-1, keepdims=True))  # cancels: its gradient is 0
-    weights_BKGLM = jnp.exp(scores_BKGLM - largest_BKGL1)
-    total_BKGL1 = weights_BKGLM.sum(axis=-1, keepdims=True)
-    weights_BKGLM = weights_BKGLM.astype(value_BMKC.dtype)
-    sums_BKGLC = jnp.einsum("bkglm,bmkc->bkglc", weights_BKGLM, value_BMKC, preferred_element_type=jnp.float32)
-    out_BKGLC = (sums_BKGLC / total_BKGL1).astype(query_BLHC.dtype)
+    kv_heads, groups = key_BMKC.shape[2], heads // key_BMKC.shape[2]
+    query_BKQC = query_BLHC.reshape(batch, length, kv_heads, groups, channels).transpose(0, 2, 3, 1, 4)
+    query_BKQC = query_BKQC.reshape(batch, kv_heads, groups * length, channels)
+    visible_b1QM = jnp.tile(visible_bLM, (1, groups, 1))[:, None]
+    scores_BKQM = jnp.einsum("bkqc,bmkc->bkqm", query_BKQC, key_BMKC, preferred_element_type=jnp.float32)
+    scores_BKQM = jnp.where(visible_b1QM, scores_BKQM, _MASKED)
+    largest_BKQ1 = jax.lax.stop_gradient(scores_BKQM.max(axis=-1, keepdims=True))  # cancels: its gradient is 0
+    weights_BKQM = jnp.exp(scores_BKQM - largest_BKQ1)
+    total_BKQ1 = weights_BKQM.sum(axis=-1, keepdims=True)
+    weights_BKQM = weights_BKQM.astype(value_BMKC.dtype)
+    sums_BKQC = jnp.einsum("bkqm,bmkc->bkqc", weights_BKQM, value_BMKC, preferred_element_type=jnp.float32)
+    out_BKQC = (sums_BKQC / total_BKQ1).astype(query_BLHC.dtype)
+    out_BKGLC = out_BKQC.reshape(batch, kv_heads, groups, length, channels)
     return out_BKGLC.transpose(0, 3, 1, 2, 4).reshape(query_BLHC.shape)
 
 

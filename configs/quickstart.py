@@ -1,0 +1,30 @@
+"""A small byte-level language model on Python's own standard library, on any machine.
+
+Command:   jaxtrain train --config=configs/quickstart.py --workdir=runs/quickstart
+Hardware:  two CPU cores, about two and a half minutes; any accelerator.
+Batch:     16 rows x 256 tokens x 1 micro-batch = 4,096 tokens a step; 650 steps = 2.7 M of the text's 11.7 M bytes.
+Reached:   see docs/benchmarks.md
+"""
+
+from jaxtrain import config
+
+
+def get_config(arg: str = ""):
+    c = config.default()
+    c.steps = 650
+    c.log_every_steps = 10
+    c.data.paths = ("stdlib",)
+    c.data.micro_batch_size = 16
+    c.data.sequence_length = 256
+    c.model.layers, c.model.d_model, c.model.heads, c.model.kv_heads, c.model.d_ff = 4, 128, 4, 4, 384
+    c.model.max_length = 256
+    c.optim.learning_rate = 4e-3
+    c.optim.warmup_steps = 30
+    c.optim.weight_decay = 0.1
+    c.optim.end_learning_rate = 2e-4
+    c.precision.compute = "float32"  # CPUs emulate bfloat16
+    c.checkpoint.every_steps = 100
+    c.eval.every_steps = 200
+    c.eval.rows = 320
+    c.sample.tokens = 240
+    return c
