@@ -125,8 +125,7 @@ def model_config(config: ConfigDict, mesh: Mesh) -> TransformerConfig:
         raise ConfigError(
             f"config: model.vocab_size={m.vocab_size} is below the data's {text.VOCAB_SIZE}; raise it or set 0."
         )
-    device = getattr(mesh, "devices", None)  # an abstract mesh has none
-    on_cpu = device is not None and device.flat[0].platform == "cpu"
+    on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"  # an abstract mesh has no devices
     scan = {"yes": True, "no": False, "auto": not (on_cpu and m.layers <= _UNROLLED_LAYERS)}[m.scan_layers]
     same = ("layers", "d_model", "heads", "kv_heads", "d_ff", "max_length", "dropout", "rope_theta", "tied_embeddings")
     return TransformerConfig(
