@@ -86,9 +86,9 @@ def squares_case() -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray, float
 
 @pytest.mark.parametrize(
     ("mesh", "k", "precision"),
-    [(mesh, k, "float32") for mesh in MESHES for k in (1, 4)]
-    + [("one", 2, "float32"), ("data2-fsdp4", 2, "float32")]
-    + [(mesh, k, "bfloat16") for mesh in ("one", "data2-fsdp4") for k in (1, 2, 4)],
+    [(mesh, 4, "float32") for mesh in MESHES]
+    + [("one", 1, "float32"), ("data2-fsdp4", 1, "float32"), ("slice2-data2-fsdp2", 2, "float32")]
+    + [("data2-fsdp4", 1, "bfloat16"), ("one", 2, "bfloat16"), ("data2-fsdp4", 4, "bfloat16")],
 )
 def test_a_window_is_the_one_big_batch(mesh, k, precision):
     up, window, gradient, loss = squares_case()
@@ -125,7 +125,9 @@ def mlp(params: Any, model_state: Any, batch: Any, key: Any) -> Loss:
     hidden = jax.nn.gelu(batch["x"].astype(up.dtype) @ up)
     error = jnp.sum(((hidden @ down).astype(jnp.float32) - batch["y"]) ** 2, axis=1)
     weight = jnp.sum(batch["weight"])
-    return Loss(jnp.sum(error * batch["weight"]), weight, metrics={"root": (jnp.sum(jnp.sqrt(error)), jnp.float32(B / 2))})
+    return Loss(
+        jnp.sum(error * batch["weight"]), weight, metrics={"root": (jnp.sum(jnp.sqrt(error)), jnp.float32(B / 2))}
+    )
 
 
 def mlp_params(d: int = D, h: int = H) -> Any:
@@ -175,8 +177,10 @@ def plain_optax(optimizer: str) -> tuple[Any, list[float], Any]:
     return host(params), losses, host(ema)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("mesh", "optimizer"),
+    [(mesh, "adamw") for mesh in MESHES] + [(mesh, "sgd") for mesh in ("one", "data8", "data2-fsdp4")],
+)
 def test_20_steps_on_any_mesh_are_those_of_plain_optax(mesh, optimizer):
     program = build_train_step(
         mlp, lambda key: Variables(jax.tree.map(jnp.asarray, mlp_params())), OPTIMIZERS[optimizer](), clip_norm=1.0,
@@ -220,7 +224,8 @@ def noisy(params: Any, model_state: Any, batch: Any, key: Any) -> Loss:
     )  # fmt: skip
 
 
-def noisy_program(k: Any, precision: str = "float32", devices: int = 1, **settings: Any) -> Any:
+@functools.cache
+def noisy_program(k: Any, precision: str = "float32", devices: int = 1) -> Any:
     precision = {"float16": Precision("float16", loss_scale=LossScale(256.0, growth_interval=1))}.get(
         precision, Precision(precision)
     )
@@ -228,7 +233,7 @@ def noisy_program(k: Any, precision: str = "float32", devices: int = 1, **settin
         noisy, lambda key: Variables(jax.tree.map(jnp.asarray, mlp_params(16, 32)), {"mean": jnp.zeros(16)}),
         optax.adamw(lambda n: 1e-2 / (n + 1.0)), accumulation=MultiSteps(k), precision=precision, clip_norm=1.0, ema=0.9,
         mesh=sharding.make_mesh(fsdp=devices), rules=[("up", P(None, "fsdp")), ("down", P("fsdp"))],
-        report={"rate": lambda n: 1e-2 / (n + 1.0)}, **settings,
+        report={"rate": lambda n: 1e-2 / (n + 1.0)},
     )  # fmt: skip
 
 
@@ -237,9 +242,13 @@ def noisy_batches(count: int, poison: dict[int, float]) -> list[Any]:
     return [b | {"poison": np.full(8, poison.get(i, 0.0), np.float32)} for i, b in enumerate(batches)]
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
+FLOAT32 = [("float32", k, devices) for k in (1, 4) for devices in (1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("precision", "k", "devices"),
+    [*FLOAT32, ("bfloat16", 1, 8), ("bfloat16", 4, 1), ("float16", 1, 1), ("float16", 4, 8)],
+)
 def test_step_is_apply_after_grads_bit_for_bit(precision, k, devices):
     program = noisy_program(k, precision, devices)
     fused, parts = program.init(), program.init()
@@ -251,7 +260,7 @@ def test_step_is_apply_after_grads_bit_for_bit(precision, k, devices):
         parts, others = program.apply(parts, contribution)
         assert bits(fused) == bits(parts), i
         assert bits(metrics) == bits(others), i
-    assert program.traces == {"init": 1, "step": 1, "grads": 1, "apply": 1}
+    assert all(program.traces[name] == 1 for name in ("init", "step", "grads", "apply"))
     assert int(fused.counters.step) == {1: 8, 4: 1}[k]
     wanted = jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state)
     assert all(jax.tree.leaves(jax.tree.map(lambda x, s: x.sharding == s, parts, wanted)))
@@ -363,7 +372,12 @@ def fragile(params: Any, model_state: Any, batch: Any, key: Any) -> Loss:
 @functools.cache
 def fragile_program(policy: str, k: int) -> Any:
     return linear_program(
-        {"a": 0.0, "w": 0.0}, optax.adam(0.1), k=k, loss=fragile, model_state={"n": jnp.float32(0)}, nonfinite=Skip(policy)
+        {"a": 0.0, "w": 0.0},
+        optax.adam(0.1),
+        k=k,
+        loss=fragile,
+        model_state={"n": jnp.float32(0)},
+        nonfinite=Skip(policy),
     )
 
 
@@ -379,16 +393,18 @@ def test_not_finite_in_any_place(place, k, policy):
     good, bad = fragile_batch(), fragile_batch(place, NAN if k == 1 else -INF)
     state, _, _ = run(program, [good] * k)
     before = bits(program.checkpoint_view(state)._replace(counters=()))
-    state, metrics = program.step(state, bad)
-    assert int(metrics["bad_leaf"]) == (1 if place == "gradient" else -1)
-    state, records, _ = run(program, [good] * (k - 1), state)
-    record = [metrics.to_host(), *records][-1]
+    state, records, _ = run(program, [bad] + [good] * (k - 1), state)
+    record = records[-1]
     skipped = policy == "window" or k == 1
+    if skipped:
+        assert record["bad_leaf"] == (1 if place == "gradient" else -1)
     assert (record["skipped_steps"], record["step"], record["window"]) == (int(skipped), 2 - skipped, 2)
     assert (bits(program.checkpoint_view(state)._replace(counters=())) == before) == skipped
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(host(state)))
     if not skipped:
-        close([record["loss"], record["weight"], record["m"], record["grad_norm"]], [-0.3, k - 1, 3.0, 5**0.5], atol=1e-2)
+        close(
+            [record["loss"], record["weight"], record["m"], record["grad_norm"]], [-0.3, k - 1, 3.0, 5**0.5], atol=1e-2
+        )
         assert float(state.model_state["n"]) == 2 * k - 1
     state, records, _ = run(program, [good] * k, state)  # and on it goes
     assert (records[-1]["step"], records[-1]["skipped_in_a_row"], records[-1]["m"]) == (3 - skipped, 0, 3.0)
@@ -403,12 +419,13 @@ def test_an_infinite_sum_of_finite_gradients_poisons_one_window_only(policy):
     state, _, _ = run(program, [rows(3e38)], state)
     state, _ = program.flush(state)
     _, _, trace = run(program, [rows(1.0), rows(1.0)], state)
-    assert trace[-1] == -5.0 or not math.isfinite(float(state.params["w"])) is None
+    assert trace[-1] == -5.0
 
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_window_without_any_weight_is_skipped(k):
-    program = linear_program({"w": 1.0}, optax.adam(0.1), k=k, ema=0.5)
+    precision = Precision("float16", loss_scale=LossScale(8.0, growth_interval=2))
+    program = linear_program({"w": 1.0}, optax.adam(0.1), k=k, ema=0.5, precision=precision)
     state, _, _ = run(program, [rows(1.0)] * k)
     before = bits(program.checkpoint_view(state)._replace(counters=()))
     state, records, _ = run(program, [rows(1.0, mask=[0.0])] * k, state)
@@ -438,22 +455,26 @@ def test_flush_where_nothing_is_pending():
 
 
 def test_flush_divides_by_what_came_and_windows_go_on():
-    program = linear_program({"w": 0.0}, optax.sgd(1.0), k=lambda window: jnp.where(window < 1, 3, 2), loss=_two_metrics)
-    state, _, _ = run(program, [rows(1.0), rows(3.0, 5.0)])
+    program = linear_program(
+        {"w": 0.0}, optax.sgd(1.0), k=lambda window: jnp.where(window < 1, 3, 2), loss=_two_metrics
+    )
+    state, _, _ = run(program, [rows(1.0, 9.0, mask=[1, 0]), rows(3.0, 5.0)])
     old = state
     state, metrics = program.flush(state)
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+    assert old.params["w"].is_deleted()
     record = metrics.to_host()
     close([record[name] for name in ("weight", "grad_norm", "first", "second")], [3.0, 3.0, 7.0, 5.0])
     assert (record["window"], record["step"], record["micro_step"], record["tokens"]) == (1, 1, 2, 3)
-    state, records, trace = run(program, [rows(1.0)] * 4, state)  # k is 2 from the second window on
+    state, records, trace = run(program, [rows(1.0, 1.0)] * 4, state)  # k is 2 from the second window on
     close(trace, [-3, -4, -4, -5])
     assert (records[-1]["window"], records[-1]["step"], program.traces["step"]) == (3, 3, 1)
 
 
 def _two_metrics(params: Any, model_state: Any, batch: Any, key: Any) -> Loss:
     loss = linear(params, model_state, batch, key)
-    return loss._replace(metrics={"second": (5.0 * loss.weight, loss.weight), "first": (7.0 * loss.weight, loss.weight)})
+    return loss._replace(
+        metrics={"second": (5.0 * loss.weight, loss.weight), "first": (7.0 * loss.weight, loss.weight)}
+    )
 
 
 def test_flush_of_a_bad_window_skips_it_and_names_the_leaf():
@@ -470,15 +491,14 @@ def test_flush_of_a_bad_window_skips_it_and_names_the_leaf():
 # ---- checkpoints -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("k", [1, 4])
-def test_resume_and_replay_is_the_unbroken_run_bit_for_bit(k, devices):
+@pytest.mark.parametrize(("k", "devices", "fresh"), [(1, 1, False), (4, 1, False), (4, 8, True)])
+def test_resume_and_replay_is_the_unbroken_run_bit_for_bit(k, devices, fresh):
     program, batches = noisy_program(k, devices=devices), noisy_batches(12, {2: NAN, 9: NAN})
     state, snapshots = program.init(), []
     for batch in batches:
         state, _ = program.step(state, batch)
         snapshots.append(host(program.checkpoint_view(state)))
-    again = noisy_program(k, devices=devices)  # a new process would build it anew
+    again = noisy_program.__wrapped__(k, devices=devices) if fresh else program  # a new process builds it anew
     for at in (0, 2, 5, 10):
         snapshot = snapshots[at]
         assert snapshot.counters.micro_step == (at + 1) // k * k
@@ -486,12 +506,14 @@ def test_resume_and_replay_is_the_unbroken_run_bit_for_bit(k, devices):
         for batch in batches[snapshot.counters.micro_step :]:
             resumed, _ = again.step(resumed, batch)
         assert bits(resumed) == bits(state), at
-    assert (again.traces["step"], again._step._cache_size(), again.traces["resume"]) == (1, 1, 1)
+    assert (again.traces["step"], again.traces["resume"], again._step._cache_size()) == (1, 1, 1)
 
 
 @pytest.mark.parametrize("k", [4, 1])
 def test_a_snapshot_goes_on_under_another_k(k):
-    first = linear_program({"w": 0.0}, optax.sgd(1.0, momentum=0.5), k=4, loss=counting, model_state={"n": jnp.float32(0)})
+    first = linear_program(
+        {"w": 0.0}, optax.sgd(1.0, momentum=0.5), k=4, loss=counting, model_state={"n": jnp.float32(0)}
+    )
     state, _, _ = run(first, [rows(g) for g in (1.0, 2.0, 3.0, 2.0, 100.0, 100.0)])  # two of them in an open window
     snapshot = host(first.checkpoint_view(state))
     assert isinstance(snapshot, Snapshot)
@@ -531,7 +553,11 @@ def test_every_leaf_is_strongly_typed_and_where_it_should_be():
     state = program.init()
     states = [state := program.step(state, batch)[0] for batch in noisy_batches(5, {})][-1:]
     state = states[0]
-    states += [program.resume(host(program.checkpoint_view(state))), program.init(host(state.params)), program.flush(state)[0]]
+    states += [
+        program.resume(host(program.checkpoint_view(state))),
+        program.init(host(state.params)),
+        program.flush(state)[0],
+    ]
     for i, each in enumerate(states[1:]):
         for leaf, wanted in zip(jax.tree.leaves(each), jax.tree.leaves(program.abstract_state), strict=True):
             assert (leaf.weak_type, leaf.sharding, leaf.shape, leaf.dtype) == (
@@ -539,12 +565,11 @@ def test_every_leaf_is_strongly_typed_and_where_it_should_be():
             ), i  # fmt: skip
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_batches_from_numpy_and_from_the_device_are_one_trace(devices):
-    program = linear_program({"w": 0.0}, optax.sgd(1.0), mesh=sharding.make_mesh(data=devices))
+def test_batches_from_numpy_and_from_the_device_are_one_trace():
+    program = linear_program({"w": 0.0}, optax.sgd(1.0), mesh=sharding.make_mesh(data=8))
     batch = rows(*[1.0] * 8)
     placed = jax.device_put(batch, program.batch_sharding)
-    assert placed["mask"].sharding.shard_shape((8,)) == (8 // devices,)
+    assert placed["mask"].sharding.shard_shape((8,)) == (1,)
     doubles = jax.tree.map(np.float64, batch)
     _, _, trace = run(program, [batch, placed, doubles, jax.tree.map(jnp.asarray, batch)])
     assert trace == [-1.0, -2.0, -3.0, -4.0]
@@ -558,7 +583,7 @@ def test_batch_struct_is_what_the_step_sees():
     assert struct["index"].sharding == NamedSharding(program.mesh, P(("slice", "data", "fsdp")))
     assert struct["index"].dtype == jnp.int32  # what a step gets
     program.lower(struct)
-    program.step(program.init(), batch)
+    program.step(program.init(), jax.device_put(batch, program.batch_sharding))
     assert program.traces["step"] == 1
 
 
@@ -655,7 +680,7 @@ def test_wrong_returns_of_a_loss_are_named(returns, error, text):
     assert not state.params["w"].is_deleted()
 
 
-@pytest.mark.parametrize("name", ["loss", "weight", "grad_norm", "grad_norm_clipped", "loss_scale", "step", "window", "rate"])
+@pytest.mark.parametrize("name", ["loss", "grad_norm_clipped", "step", "rate"])
 def test_a_metric_never_takes_the_place_of_a_builtin_one(name):
     def loss(params, model_state, batch, key):
         return linear(params, model_state, batch, key)._replace(metrics={name: (jnp.float32(77), jnp.float32(1))})
@@ -702,7 +727,9 @@ def test_rules_are_checked_at_build(make_mesh):
 
 def test_init_from_given_parameters_leaves_them_alone():
     program = linear_program({"w": 0.0}, optax.sgd(1.0), ema=0.5, k=2)
-    given = jax.device_put({"w": jnp.float32(5)}, jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state.params))
+    given = jax.device_put(
+        {"w": jnp.float32(5)}, jax.tree.map(lambda leaf: leaf.sharding, program.abstract_state.params)
+    )
     state, _, trace = run(program, [rows(1.0)] * 2, program.init(given))
     assert (trace[-1], float(given["w"]), float(state.ema["w"])) == (4.0, 5.0, 4.5)
 
@@ -730,7 +757,9 @@ def test_init_takes_other_containers_of_the_same_names():
     assert host(state.params) == {"layers": [3.0, 4.0]}
 
 
-@pytest.mark.parametrize("make", [lambda w: w, lambda w: [w, w], lambda w: (w, {"x": w})], ids=["bare", "list", "tuple"])
+@pytest.mark.parametrize(
+    "make", [lambda w: w, lambda w: [w, w], lambda w: (w, {"x": w})], ids=["bare", "list", "tuple"]
+)
 def test_parameters_of_any_container_are_sharded(make):
     def loss(params, model_state, batch, key):
         total = sum(jnp.sum(batch["x"] @ w) for w in jax.tree.leaves(params))
@@ -771,7 +800,9 @@ def test_evaluation_adds_up_over_batches_draws_nothing_and_changes_nothing(mesh)
 
     def loss(params, model_state, batch, key):
         keys.append(key)
-        return squares(params, model_state, batch, key)._replace(metrics={"rows": (jnp.sum(batch["x"][:, 0]), jnp.float32(8))})
+        return squares(params, model_state, batch, key)._replace(
+            metrics={"rows": (jnp.sum(batch["x"][:, 0]), jnp.float32(8))}
+        )
 
     up, window, _, wanted = squares_case()
     program = build_train_step(
@@ -808,7 +839,9 @@ def test_the_reported_rate_is_the_one_applied(k):
 def test_RNG_02_a_key_depends_on_the_seed_and_the_micro_step_only():
     def loss(params, model_state, batch, key):
         drawn = model_state["key"] if key is None else jax.random.key_data(key)
-        return linear(params, model_state, batch, key)._replace(model_state={"key": drawn, "table": model_state["table"]})
+        return linear(params, model_state, batch, key)._replace(
+            model_state={"key": drawn, "table": model_state["table"]}
+        )
 
     def keys(k, seed, disturbed, resumed=False):
         program = linear_program(
@@ -829,11 +862,10 @@ def test_RNG_02_a_key_depends_on_the_seed_and_the_micro_step_only():
         assert host(state.model_state["table"]).tolist() == [0, 1, 2, 3, 4]
         return drawn
 
-    wanted = [jax.random.key_data(rng.key(7, "dropout", i)).tolist() for i in range(6)]
-    assert keys(1, 7, None) == keys(2, 7, "eval") == keys(4, 7, None, resumed=True) == wanted
-    bad = keys(1, 7, "bad")  # a bad micro-batch moves no model state, and shifts no later key
-    assert bad[2:] == wanted[2:]
-    assert len({tuple(key) for key in keys(1, 8, None) + wanted}) == 12
+    wanted, others = ([jax.random.key_data(rng.key(seed, "dropout", i)).tolist() for i in range(6)] for seed in (7, 8))
+    assert keys(1, 7, None) == keys(4, 7, "eval", resumed=True) == wanted
+    assert keys(1, 8, "bad")[2:] == others[2:]  # a bad micro-batch moves no model state, and shifts no later key
+    assert len({tuple(key) for key in wanted + others}) == 12
 
 
 # ---- other topologies --------------------------------------------------------------------------------------------

@@ -135,7 +135,8 @@ def test_ACC_08_every_leaf_adds_up():
 
 
 @pytest.mark.parametrize(
-    ("what", "at_the_windows", "steps", "weights"), [("window", [0, -1, -2], 2, [4, 4]), ("micro", [-1, -2, -3], 3, [3, 4, 4])]
+    ("what", "at_the_windows", "steps", "weights"),
+    [("window", [0, -1, -2], 2, [4, 4]), ("micro", [-1, -2, -3], 3, [3, 4, 4])],
 )
 def test_ACC_10_one_bad_micro_batch_never_freezes_training(what, at_the_windows, steps, weights):
     program = linear_program({"w": 0.0}, optax.sgd(1.0), k=4, nonfinite=Skip(what))
@@ -166,7 +167,10 @@ def test_ACC_14_average_counts_updates():
 @pytest.mark.parametrize(
     ("k", "precision"),
     [(1, "float32"), (4, "bfloat16")]
-    + [(k, Precision("float16", loss_scale=LossScale(s, dynamic=False))) for k, s in ((1, 1.0), (2, 2048.0), (4, 2048.0))],
+    + [
+        (k, Precision("float16", loss_scale=LossScale(s, dynamic=False)))
+        for k, s in ((1, 1.0), (2, 2048.0), (4, 2048.0))
+    ],
     ids=["1-float32", "4-bfloat16", "1-float16-1", "2-float16-2048", "4-float16-2048"],
 )
 def test_ACC_15_metrics_are_unscaled_means_of_the_window(k, precision):

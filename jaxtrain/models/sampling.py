@@ -65,8 +65,9 @@ def _checked_prompt(prompt_tokens, max_new_tokens: int, config) -> np.ndarray:
         raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
     if prompt.size + max_new_tokens > config.max_length:
         raise ValueError(
-            f"a prompt of {prompt.size} tokens and max_new_tokens={max_new_tokens} make {prompt.size + max_new_tokens}, "
-            f"more than max_length={config.max_length}; shorten the prompt, ask for fewer or raise max_length"
+            f"a prompt of {prompt.size} tokens and max_new_tokens={max_new_tokens} make "
+            f"{prompt.size + max_new_tokens}, more than max_length={config.max_length}; "
+            "shorten the prompt, ask for fewer or raise max_length"
         )
     return prompt.astype(np.int32)
 

@@ -17,9 +17,9 @@ Shape suffixes: B batch, L length (of the queries), M length (of the keys), D mo
 G = H / K heads that share one key, C = D / H channels of a head, F width of the MLP, V vocabulary, N layers,
 I and O the inputs and outputs of a product. A ``1`` in a suffix is a dim of size 1, ``b`` is either B or 1.
 
-Sources: Touvron et al. 2023, "LLaMA" (arXiv 2302.13971) for the whole; Zhang and Sennrich 2019 (1910.07467) for RMSNorm;
-Su et al. 2021 (2104.09864) for rotary positions; Ainslie et al. 2023 (2305.13245) for grouped queries; Shazeer 2020
-(2002.05202) for SwiGLU.
+Sources: Touvron et al. 2023, "LLaMA" (arXiv 2302.13971) for the whole; Zhang and Sennrich 2019 (1910.07467) for
+RMSNorm; Su et al. 2021 (2104.09864) for rotary positions; Ainslie et al. 2023 (2305.13245) for grouped queries; Shazeer
+2020 (2002.05202) for SwiGLU.
 """
 
 import dataclasses
@@ -99,8 +99,8 @@ class TransformerConfig:
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"d_model={self.d_model} over heads={self.heads} gives head_dim={self.head_dim}, which is odd, but rotary "
-                f"positions turn pairs of channels; choose d_model as a multiple of {2 * self.heads}"
+                f"d_model={self.d_model} over heads={self.heads} gives head_dim={self.head_dim}, which is odd, but "
+                f"rotary positions turn pairs of channels; choose d_model as a multiple of {2 * self.heads}"
             )
         if self.heads % self.kv_heads:
             divisors = [k for k in range(1, self.heads + 1) if self.heads % k == 0]
@@ -144,9 +144,9 @@ def flops_per_token(config: TransformerConfig, sequence_length: int) -> int:
     """Floating-point operations per trained token, forward and backward, counted as papers count them for MFU.
 
     ``6 * N + 12 * layers * d_attention * L``, with N the parameters in matrix products: the output projection counts,
-    also when tied, the embedding lookup and the norms do not. By this convention the full L x L attention counts although
-    half of it is masked, and what remat recomputes does not. Source: Chowdhery et al. 2022, "PaLM" (arXiv 2204.02311),
-    appendix B.
+    also when tied, the embedding lookup and the norms do not. By this convention the full L x L attention counts
+    although half of it is masked, and what remat recomputes does not. Source: Chowdhery et al. 2022, "PaLM" (arXiv
+    2204.02311), appendix B.
     """
     d_attention = config.heads * config.head_dim
     return 6 * _matmul_parameters(config) + 12 * config.layers * d_attention * sequence_length
@@ -187,7 +187,7 @@ def _rotary_tables(positions_bL, config: TransformerConfig):
 
 
 def _rotate(x_BLHC, cos_bL1c, sin_bL1c, scale: float = 1.0):
-    """Turns the channel pairs (c, c + C/2) by their angles, in fp32: the half-split pairing of GPT-NeoX and Llama in HF."""
+    """Turns the channel pairs (c, c + C/2) by their angles, in fp32: the pairing of GPT-NeoX and of Llama in HF."""
     first, second = jnp.split(x_BLHC.astype(jnp.float32) * scale, 2, axis=-1)
     turned = (first * cos_bL1c - second * sin_bL1c, second * cos_bL1c + first * sin_bL1c)
     return jnp.concatenate(turned, axis=-1).astype(x_BLHC.dtype)

@@ -1,0 +1,155 @@
+"""``kill -9`` at any moment, then the same line again: the end is that of a run that nobody disturbed, bit for bit."""
+
+import json
+import random
+import re
+import time
+
+import pytest
+from test_cli import write_config
+from test_end_to_end import final_bits, run, started, train_line
+from test_loop import lines, session_cache, steps_saved, write_corpus
+
+from jaxtrain.checkpoint.store import Checkpoints
+
+STEPS, SAVE, EVAL = 60, 5, 7
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory):
+    base = tmp_path_factory.mktemp("kill")
+    changes = {"steps": STEPS, "checkpoint__every_steps": SAVE, "eval__every_steps": EVAL, "sample__tokens": 0}
+    changes |= {"accumulation__k": 2, "data__micro_batch_size": 2}
+    return write_config(base / "tiny.py", session_cache(tmp_path_factory), write_corpus(base / "text"), **changes)
+
+
+@pytest.fixture(scope="module")
+def unkilled(config_file, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("unkilled") / "run"
+    code, _, err = run(train_line(config_file, workdir))
+    assert code == 0, err
+    return workdir
+
+
+def start_and_kill(config_file, workdir, told, then=lambda: None):
+    """Kill -9 as soon as a line of stdout matches ``told`` and ``then`` has returned; its exit code."""
+    with started(train_line(config_file, workdir)) as process:
+        for line in process.stdout:
+            if re.search(told, line):
+                break
+        then()
+        process.kill()
+        return process.wait()
+
+
+def half_written(workdir):
+    """Waits, for a while, until a save is on its way."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and not any((workdir / "checkpoints").glob("*.orbax-checkpoint-tmp*")):
+        time.sleep(0.0005)
+
+
+def check_intact(workdir):
+    """All that claims to be a checkpoint is one."""
+    checkpoints = Checkpoints(workdir / "checkpoints")
+    assert [checkpoints.problem(step) for step in checkpoints.steps()] == [None] * len(checkpoints.steps())
+    assert not list(workdir.glob("checkpoints/*.damaged*"))
+
+
+def check_finished(workdir, unkilled):
+    assert final_bits(workdir) == final_bits(unkilled)
+    check_intact(workdir)
+    assert sorted(path.name for path in (workdir / "checkpoints").iterdir()) == ["50", "55", "60"]
+    exact = ("step", "micro_step", "tokens", "loss", "grad_norm", "learning_rate", "skipped_steps")
+    found, wanted = ([[line[key] for key in exact] for line in lines(path)] for path in (workdir, unkilled))
+    assert found == wanted  # each step once, in order, with the numbers of the unbroken run
+    assert [line[0] for line in found] == list(range(1, STEPS + 1))
+    evaluations = [[(r["step"], r["eval/loss"]) for r in lines(path, "eval/loss")] for path in (workdir, unkilled)]
+    assert evaluations[0] == evaluations[1]
+    assert [step for step, _ in evaluations[0]] == [*range(EVAL, STEPS, EVAL), STEPS]
+
+
+def test_killed_twice(config_file, unkilled, tmp_path):
+    """Some steps after a save, and in the middle of a save."""
+    workdir = tmp_path / "run"
+    assert start_and_kill(config_file, workdir, r"^step 13/\d+  loss") == -9
+    check_intact(workdir)
+    assert steps_saved(workdir)[-1] >= 5
+    assert start_and_kill(config_file, workdir, r"^step 24/\d+  loss", lambda: half_written(workdir)) == -9
+    check_intact(workdir)
+    reached = lines(workdir)[-1]["step"]
+    code, out, err = run(train_line(config_file, workdir))
+    assert code == 0, err
+    assert "damaged" not in err
+    restored = int(re.search(r"restored step (\d+)", out)[1])
+    check_finished(workdir, unkilled)
+    goodput = json.loads((workdir / "goodput.json").read_text())
+    assert [attempt["last_step"] for attempt in goodput["attempts"]][-1] == STEPS
+    assert len(goodput["attempts"]) == 3
+    assert restored <= reached
+    if reached - restored > 2:  # the step after a restore counts as compilation
+        assert goodput["attempts"][-1]["seconds"]["rework"] > 0
+
+
+def test_rework_is_counted_after_a_kill(config_file, tmp_path):
+    """What the killed attempt had done beyond its last save is in metrics.jsonl, though not in goodput.json."""
+    workdir = tmp_path / "run"
+    flags = ["--config.checkpoint.every_steps=10", "--config.steps=30"]
+    with started(train_line(config_file, workdir, *flags)) as process:
+        for line in process.stdout:
+            if re.match(r"step 19/", line):
+                break
+        process.kill()
+    code, out, err = run(train_line(config_file, workdir, *flags))
+    assert code == 0, err
+    assert "restored step 10" in out
+    first, second = json.loads((workdir / "goodput.json").read_text())["attempts"]
+    assert first["seconds"]["rework"] == 0
+    assert second["seconds"]["rework"] > 0  # steps 12 to 19
+
+
+MOMENTS = {
+    "start": (None, lambda rng, workdir: time.sleep(rng.uniform(0, 3))),
+    "assembling": (r"^model", lambda rng, workdir: time.sleep(rng.uniform(0, 0.3))),
+    "compile": (r"^compiling", lambda rng, workdir: time.sleep(rng.uniform(0, 1))),
+    "first steps": (r"^step \d+/\d+  loss", lambda rng, workdir: time.sleep(rng.uniform(0, 0.02))),
+    "steps": (r"^step \d+[2-46-9]/\d+  loss", lambda rng, workdir: time.sleep(rng.uniform(0, 0.05))),
+    "eval": (r"^step (7|14|21|28|35|42|49|56)/\d+  loss", lambda rng, workdir: time.sleep(rng.uniform(0, 0.05))),
+    "after eval": (r"^step \d+/\d+  eval", lambda rng, workdir: time.sleep(rng.uniform(0, 0.01))),
+    "save": (r"^step \d+[49]/\d+  loss", lambda rng, workdir: half_written(workdir)),
+    "late in a save": (
+        r"^step \d+[49]/",
+        lambda rng, workdir: (half_written(workdir), time.sleep(rng.uniform(0, 0.06))),
+    ),
+    "end": (rf"^step {STEPS}/\d+  eval", lambda rng, workdir: time.sleep(rng.uniform(0, 1.5))),
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", [0, 1])
+def test_killed_at_ten_moments(config_file, unkilled, tmp_path, seed):
+    """One moment of each kind, in an order and at times drawn from the seed; the end of a run is the last."""
+    rng, workdir = random.Random(seed), tmp_path / "run"
+    moments = [name for name in MOMENTS if name != "end"]
+    rng.shuffle(moments)
+    for name in [*moments, "end"]:
+        told, then = MOMENTS[name]
+        with started(train_line(config_file, workdir)) as process:
+            if told is not None:
+                for line in process.stdout:
+                    if re.search(told, line):
+                        break
+            then(rng, workdir)
+            process.kill()
+            err = process.stderr.read()
+        assert "Traceback" not in err, (name, err)
+        assert "damaged" not in err, (name, err)
+        if (workdir / "checkpoints").exists():
+            check_intact(workdir)
+        if (workdir / "metrics.jsonl").exists():
+            steps = [line["step"] for line in lines(workdir)]
+            assert steps == list(range(1, len(steps) + 1)), name
+    code, _, err = run(train_line(config_file, workdir))
+    assert code == 0, err
+    check_finished(workdir, unkilled)
+    assert len(json.loads((workdir / "goodput.json").read_text())["attempts"]) <= 11

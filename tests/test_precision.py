@@ -1,0 +1,140 @@
+"""Dtypes and the loss scale, against exact powers of two."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_step_cases import linear_program, rows, run
+
+from jaxtrain.precision import LossScale, Precision, ScaleState
+
+
+def walk(precision: Precision, windows: list[bool], scale: ScaleState | None = None) -> list[tuple[float, int]]:
+    """``(value, good windows)`` after each window, by the compiled ``adjust``."""
+    adjust, scale, seen = jax.jit(precision.adjust), scale or precision.init_scale(), []
+    for good in windows:
+        scale = adjust(scale, jnp.bool_(good))
+        seen.append((float(scale.value), int(scale.good_windows)))
+    return seen
+
+
+def test_MP_06_scale_is_bounded_and_comes_back():
+    seen = walk(Precision("float16", loss_scale=LossScale(2.0**15, growth_interval=1)), [True] * 300 + [False] * 300)
+    assert seen[299] == (16777216.0, 0)
+    assert seen[-1] == (1.0, 0)
+    assert seen[300 + 23] == (1.0, 0)  # 24 halvings of 2**24
+
+
+def test_the_scale_doubles_after_good_windows_in_a_row_only():
+    precision = Precision("float16", loss_scale=LossScale(8.0, growth_interval=3))
+    assert walk(precision, [True, True, False, True, True, True, True]) == [
+        (8, 1), (8, 2), (4, 0), (4, 1), (4, 2), (8, 0), (8, 1),
+    ]  # fmt: skip
+    assert LossScale() == LossScale(2.0**15, True, 2000, 1.0, 2.0**24)
+
+
+@pytest.mark.parametrize(
+    "precision", [Precision("float16", loss_scale=LossScale(64.0, dynamic=False)), Precision(), Precision("float32")]
+)
+def test_a_static_scale_never_moves(precision):
+    start = 64.0 if precision.scaled else 1.0
+    assert walk(precision, [True] * 3 + [False] * 3) == [(start, 0)] * 6
+    assert precision.scaled == (precision.compute == "float16")
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"initial": 0.0},
+        {"initial": 0.5},
+        {"initial": 2.0**25},
+        {"minimum": 0.0},
+        {"minimum": -1.0},
+        {"initial": math.nan},
+    ],
+)
+def test_impossible_scales_are_refused(numbers):
+    with pytest.raises(ValueError, match="0 < minimum <= initial <= maximum"):
+        LossScale(**numbers)
+
+
+def test_unknown_compute_dtypes_are_refused():
+    with pytest.raises(ValueError, match="'float64' is not one of bfloat16, float32, float16"):
+        Precision("float64")
+
+
+def test_cast_keeps_what_is_named():
+    params = {"router": {"kernel": jnp.ones(2)}, "mlp": {"kernel": jnp.full((2,), 1 + 2.0**-10)}}
+    cast = Precision("bfloat16", overrides=("router/",)).cast(params)
+    assert [cast["router"]["kernel"].dtype, cast["mlp"]["kernel"].dtype] == [jnp.float32, jnp.bfloat16]
+    assert cast["mlp"]["kernel"].astype(jnp.float32).tolist() == [1.0, 1.0]
+    assert jax.tree.structure(cast) == jax.tree.structure(params)
+
+
+def test_overrides_reach_the_loss_and_their_gradients_are_exact():
+    dtypes = {}
+
+    def loss(params, model_state, batch, key):
+        from test_step_cases import linear  # the loss records what it sees
+
+        dtypes.update({name: w.dtype for name, w in params.items()})
+        return linear(params, model_state, batch, key)
+
+    third = np.float32(1 / 3)
+    program = linear_program(
+        {"w": 0.0, "router": 0.0}, optax.sgd(1.0), loss=loss, precision=Precision("bfloat16", overrides=("router",))
+    )
+    state, _, _ = run(program, [rows({"w": third, "router": third})])
+    assert dtypes == {"w": jnp.bfloat16, "router": jnp.float32}
+    assert float(state.params["router"]) == -third
+    assert float(state.params["w"]) == -float(jnp.float32(third).astype(jnp.bfloat16)) != -third
+
+
+WEIGHTS = sorted(
+    {*range(1, 70), *(2**i + d for i in range(1, 24) for d in (-1, 0, 1)), 3 * 2**20, 5000, 16000, 100_000}
+)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0, 2.0**15])
+def test_the_seed_is_an_exact_power_of_two_at_or_below_scale_over_weight(scale):
+    precision = Precision("float16", loss_scale=LossScale(scale))
+    seed = jax.jit(jax.vmap(lambda w: precision.seed(precision.init_scale(), w)))(jnp.float32(WEIGHTS))
+    wanted = [scale * 2.0 ** -((w - 1).bit_length()) for w in WEIGHTS]  # ceil(log2(w)) in integers
+    wrong = [(w, float(got), want) for w, got, want in zip(WEIGHTS, seed, wanted, strict=True) if float(got) != want]
+    assert not wrong
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.25, 1.0])
+def test_the_seed_of_a_small_weight_is_the_scale(weight):
+    precision = Precision("float16", loss_scale=LossScale(256.0))
+    assert float(precision.seed(precision.init_scale(), jnp.float32(weight))) == 256.0
+
+
+def gradient(c: float, scale: float, count: int = 1) -> tuple[float, dict]:
+    """The float16 gradient of ``count`` rows of ``w * c``, as the optimizer gets it, and the record."""
+    precision = Precision("float16", loss_scale=LossScale(scale, dynamic=False))
+    _, records, trace = run(linear_program({"w": 0.0}, optax.sgd(1.0), precision=precision), [rows(*[c] * count)])
+    return -trace[0], records[0]
+
+
+@pytest.mark.parametrize(
+    ("c", "scale", "wanted", "relative"),
+    [
+        (1e-8, 1.0, 0.0, 0),  # below half of float16's smallest subnormal, 2**-24
+        (1e-8, 1024.0, 1e-8, 2e-3),  # 1.024e-5 is subnormal: spacing 2**-24
+        (2.0**-27, 1.0, 0.0, 0),
+        (2.0**-27, 1024.0, 2.0**-27, 0),
+    ],
+)
+def test_small_gradients_come_back_through_the_scale(c, scale, wanted, relative):
+    assert gradient(c, scale)[0] == pytest.approx(wanted, rel=relative, abs=0)
+
+
+@pytest.mark.parametrize("count", [1, 4096, 4097, 16000])
+def test_the_sum_over_many_rows_does_not_overflow(count):
+    got, record = gradient(1.5, 2.0**15, count)
+    assert record["step"] == 1
+    assert got == pytest.approx(1.5, rel=1e-3)
