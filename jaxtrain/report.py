@@ -59,6 +59,6 @@ def sample_text(
     key = rng.key(seed, "sample")
     longest = experiment.config.model.max_length - len(ids)
     new = sample(module, ids, max_new_tokens=min(tokens, max(longest, 1)), key=key, temperature=temperature)
-    made = [int(token) for token in jax.device_get(new)]
+    made = jax.device_get(new)[len(ids) :].tolist()
     end = next((i for i, token in enumerate(made) if token >= text.DOCUMENT_START), len(made))
     return prompt + bytes(made[:end]).decode(errors="replace")

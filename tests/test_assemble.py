@@ -1,6 +1,5 @@
 """A config becomes objects, with the numbers worked out by hand; what does not fit together is told in a sentence."""
 
-import functools
 import pathlib
 from typing import Any
 
@@ -13,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxtrain import assemble, config, sharding
 from jaxtrain.config import ConfigError
 from jaxtrain.data import text
+from jaxtrain.step import Contribution
 
 TINY = {
     "model.layers": 1, "model.d_model": 16, "model.heads": 2, "model.kv_heads": 1, "model.d_ff": 32,
@@ -68,52 +68,49 @@ def test_the_whole_experiment_has_the_numbers_of_its_config(texts):
     assert e.corpus.fingerprint[:12] in lines
 
 
-def test_a_step_uses_the_optimizer_schedule_seed_and_precision_of_the_config(texts):
-    e = build(texts)
-    state, rates = e.program.init(), []
-    for batch in (next(e.batches.at(8 * step)) for step in range(4)):
+def test_a_step_uses_the_optimizer_schedule_and_seed_of_the_config(texts):
+    e = build(texts, mesh__fsdp=1)
+    state, records = e.program.init(), []
+    first = np.asarray(state.params["head"]["kernel"])
+    for step in range(4):
         before = jax.device_get(state.params)
-        state, metrics = e.program.step(state, batch)
-        rates.append(metrics.to_host())
-        moved = jax.tree.leaves(
-            jax.tree.map(lambda a, b: float(np.max(np.abs(a - b))), before, jax.device_get(state.params))
-        )
+        state, metrics = e.program.step(state, next(e.batches.at(8 * step)))
+        records.append(metrics.to_host())
+        moved = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), before, jax.device_get(state.params))
         # Adam's first updates are about the rate, for every parameter that has a gradient
-        assert max(moved) == pytest.approx(rates[-1]["learning_rate"], rel=0.6, abs=1e-7)
+        assert max(jax.tree.leaves(moved)) == pytest.approx(records[-1]["learning_rate"], rel=0.6, abs=1e-7)
     # warm-up 0, half, peak; half a cosine of two steps from 0.1 to 0.02
-    np.testing.assert_allclose([r["learning_rate"] for r in rates], [0, 0.05, 0.1, 0.06], rtol=1e-6)
-    assert all(r["grad_norm_clipped"] == pytest.approx(min(r["grad_norm"], 1.0), rel=1e-5) for r in rates)
-    assert rates[0]["loss"] == pytest.approx(np.log(320), rel=0.01)
-    assert rates[-1]["loss"] < rates[0]["loss"]
-    same, other = build(texts).program.init(), build(texts, seed=1).program.init()
-    first = functools.partial(lambda state: np.asarray(state.params["head"]["kernel"]).tobytes())
-    assert first(same) == first(e.program.init()) != first(other)
+    np.testing.assert_allclose([r["learning_rate"] for r in records], [0, 0.05, 0.1, 0.06], rtol=1e-6)
+    assert all(r["grad_norm_clipped"] == pytest.approx(min(r["grad_norm"], 1.0), rel=1e-5) for r in records)
+    assert records[0]["loss"] == pytest.approx(np.log(320), rel=0.01)
+    assert records[-1]["loss"] < records[0]["loss"]
+    other = build(texts, mesh__fsdp=1, seed=1)
+    assert not np.any(np.asarray(other.program.init().params["head"]["kernel"]) == first)
+    assert other.batches.row_indices(0) != e.batches.row_indices(0)
 
 
-def test_sgd_no_clipping_and_no_average(texts):
-    e = build(texts, optim__name="sgd", optim__clip_norm=0.0, optim__schedule="constant", optim__momentum=0.0,
-              optim__warmup_steps=0)  # fmt: skip
-    state = e.program.init()
-    assert state.ema is None
-    before = jax.device_get(state.params)
-    batch = next(e.batches.at(0))
-    grads = jax.device_get(e.program.grads(e.program.view(state), batch, 0))
-    state, metrics = e.program.step(state, batch)
+def test_sgd_without_clipping_and_average(texts):
+    """Gradient sums of 3 over a weight of 2, rate 0.1: every parameter moves by -0.15."""
+    e = build(texts, optim__name="sgd", optim__clip_norm=0.0, optim__schedule="constant", optim__warmup_steps=0,
+              mesh__fsdp=1)  # fmt: skip
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), e.program.abstract_state)
+    assert zeros.ema is None
+    one, zero = jnp.float32(1), jnp.int32(0)
+    grads = jax.tree.map(lambda x: jnp.full(x.shape, 3.0), zeros.params)
+    state, metrics = e.program.apply(zeros, Contribution(grads, 2 * one, one, (), {}, 0 * one, zero, zero))
+    assert {float(x) for leaf in jax.tree.leaves(state.params) for x in np.unique(leaf)} == {float(np.float32(-0.15))}
     record = metrics.to_host()
-    assert record["grad_norm"] == record["grad_norm_clipped"]
-    jax.tree.map(
-        lambda new, old, g: np.testing.assert_allclose(new, old - 0.1 * g / grads.weight, rtol=1e-5, atol=1e-7),
-        jax.device_get(state.params), before, grads.grads,
-    )  # fmt: skip
+    assert record["grad_norm"] == record["grad_norm_clipped"] == pytest.approx(1.5 * np.sqrt(12592), rel=1e-5)
+    assert record["loss"] == 0.5
 
 
 def test_eval_rows_bounds_the_held_out_rows_and_module_is_the_model(texts):
     e = build(texts, eval__rows=3, precision__compute="bfloat16")
     assert (len(e.held_out.source), len(e.held_out)) == (3, 1)
-    module = e.module(e.program.init().params)
+    module = e.module(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), e.program.abstract_state.params))
     assert module.head.kernel.dtype == jnp.bfloat16
-    logits = module(jnp.full((1, 5), text.DOCUMENT_START))
-    assert (logits.shape, logits.dtype, bool(jnp.all(jnp.isfinite(logits)))) == ((1, 5, 320), jnp.float32, True)
+    logits = jax.eval_shape(lambda tokens: module(tokens), jnp.full((1, 5), text.DOCUMENT_START))
+    assert (logits.shape, logits.dtype) == ((1, 5, 320), jnp.float32)
 
 
 def test_devices_can_be_given(texts):
@@ -174,7 +171,7 @@ def test_every_model_key_reaches_the_model():
         ({"mesh.fsdp": 16}, r"fsdp=16.* needs 16 devices and 8 are here"),
         (
             {"optim.name": "sgd", "optim.weight_decay": 0.1},
-            r"sgd takes no weight decay.*0\.1; use adamw or set it to 0",
+            r"sgd takes no weight decay.*0\.1; use adamw or",
         ),
         ({"data.paths": ()}, r"data\.paths is empty; name a file"),
         ({"data.paths": ("/nowhere/*.txt",)}, r"data\.paths: '/nowhere/\*\.txt' matches no file .*correct it"),
@@ -194,7 +191,7 @@ def test_what_does_not_fit_is_a_sentence_with_names_numbers_and_a_remedy(texts, 
         ({"a.txt": b"", "b.txt": b""}, r"no text found .*name at least one file with text"),
         (
             {"a.txt": b"ok", "b.txt": b"caf\xe9"},
-            r"b\.txt: not UTF-8 at byte offset 3 \(byte 0xe9\); .*data\.skip_non_utf8",
+            r"b\.txt: not UTF-8 at byte offset 3 \(byte 0xe9\); .*skip_non_utf8",
         ),
         ({"a.txt": b"x" * 500}, r"one document \(a\.txt\).*held_out_fraction=0"),
         ({"a.bin": b"x" * 500}, r"matches no file"),

@@ -1,6 +1,7 @@
 """``kill -9`` at any moment, then the same line again: the end is that of a run that nobody disturbed, bit for bit."""
 
 import json
+import os
 import random
 import re
 import time
@@ -31,17 +32,6 @@ def unkilled(config_file, tmp_path_factory):
     return workdir
 
 
-def start_and_kill(config_file, workdir, told, then=lambda: None):
-    """Kill -9 as soon as a line of stdout matches ``told`` and ``then`` has returned; its exit code."""
-    with started(train_line(config_file, workdir)) as process:
-        for line in process.stdout:
-            if re.search(told, line):
-                break
-        then()
-        process.kill()
-        return process.wait()
-
-
 def half_written(workdir):
     """Waits, for a while, until a save is on its way."""
     deadline = time.monotonic() + 5
@@ -69,43 +59,59 @@ def check_finished(workdir, unkilled):
     assert [step for step, _ in evaluations[0]] == [*range(EVAL, STEPS, EVAL), STEPS]
 
 
-def test_killed_twice(config_file, unkilled, tmp_path):
-    """Some steps after a save, and in the middle of a save."""
-    workdir = tmp_path / "run"
-    assert start_and_kill(config_file, workdir, r"^step 13/\d+  loss") == -9
-    check_intact(workdir)
-    assert steps_saved(workdir)[-1] >= 5
-    assert start_and_kill(config_file, workdir, r"^step 24/\d+  loss", lambda: half_written(workdir)) == -9
-    check_intact(workdir)
-    reached = lines(workdir)[-1]["step"]
-    code, out, err = run(train_line(config_file, workdir))
-    assert code == 0, err
-    assert "damaged" not in err
-    restored = int(re.search(r"restored step (\d+)", out)[1])
+DIES = """
+import os, time
+where, _, step = os.environ.get("DIES", "").partition(" ")
+if where:
+    from jaxtrain import metrics
+    from jaxtrain.checkpoint import manifest
+
+    def dying(function, is_there):
+        def dies(*args):
+            result = function(*args)
+            if is_there(*args):
+                time.sleep(1)  # what goes on behind gets on with it
+                os.kill(os.getpid(), 9)
+            return result
+        return dies
+
+    if where == "log":
+        metrics.JsonlWriter.on_log = dying(metrics.JsonlWriter.on_log, lambda _, line: line["step"] == int(step))
+    if where == "save":
+        manifest.write = dying(manifest.write, lambda directory: directory.name.startswith(step + "."))
+"""
+
+
+@pytest.fixture(scope="module")
+def killed_twice(config_file, tmp_path_factory):
+    """``(workdir, what the last attempt said)``: killed 3 steps after a save, then just before a commit."""
+    base = tmp_path_factory.mktemp("killed")
+    (base / "sitecustomize.py").write_text(DIES)
+    argv, env = train_line(config_file, base / "run"), os.environ | {"PYTHONPATH": str(base)}
+    for where, saved in (("log 13", 10), ("save 20", 15)):
+        code, _, err = run(argv, env=env | {"DIES": where})
+        assert code == -9, err
+        assert steps_saved(base / "run")[-1] == saved
+        check_intact(base / "run")
+    code, out, err = run(argv)
+    assert (code, err) == (0, "")
+    return base / "run", out
+
+
+def test_killed_twice(killed_twice, unkilled):
+    workdir, out = killed_twice
+    assert "restored step 15" in out
     check_finished(workdir, unkilled)
-    goodput = json.loads((workdir / "goodput.json").read_text())
-    assert [attempt["last_step"] for attempt in goodput["attempts"]][-1] == STEPS
-    assert len(goodput["attempts"]) == 3
-    assert restored <= reached
-    if reached - restored > 2:  # the step after a restore counts as compilation
-        assert goodput["attempts"][-1]["seconds"]["rework"] > 0
 
 
-def test_rework_is_counted_after_a_kill(config_file, tmp_path):
-    """What the killed attempt had done beyond its last save is in metrics.jsonl, though not in goodput.json."""
-    workdir = tmp_path / "run"
-    flags = ["--config.checkpoint.every_steps=10", "--config.steps=30"]
-    with started(train_line(config_file, workdir, *flags)) as process:
-        for line in process.stdout:
-            if re.match(r"step 19/", line):
-                break
-        process.kill()
-    code, out, err = run(train_line(config_file, workdir, *flags))
-    assert code == 0, err
-    assert "restored step 10" in out
-    first, second = json.loads((workdir / "goodput.json").read_text())["attempts"]
-    assert first["seconds"]["rework"] == 0
-    assert second["seconds"]["rework"] > 0  # steps 12 to 19
+def test_rework_is_counted(killed_twice):
+    """What a killed attempt did beyond its last save is in metrics.jsonl, though not in goodput.json."""
+    content = json.loads((killed_twice[0] / "goodput.json").read_text())
+    rework_s = [attempt["seconds"]["rework"] for attempt in content["attempts"]]
+    assert rework_s[0] == 0
+    assert rework_s[1] > 0  # steps 12 and 13; the first step after a restore counts as compilation
+    assert rework_s[2] > 0  # from step 17 on
+    assert content["attempts"][-1]["last_step"] == STEPS
 
 
 MOMENTS = {

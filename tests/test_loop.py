@@ -519,7 +519,7 @@ def is_adam(node):
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_RNG_02_resume_draws_what_the_unbroken_run_draws(corpus, base, windows_of_4, tmp_path, k):
+def test_RNG_02_resume_draws_what_the_unbroken_run_draws(base, windows_of_4, tmp_path, k):
     """Dropout, shuffling, EMA; the second half starts from nothing but the workdir, as another process does."""
     first = base if k == 1 else windows_of_4
     train(change(first, steps=3), tmp_path)
@@ -530,10 +530,6 @@ def test_RNG_02_resume_draws_what_the_unbroken_run_draws(corpus, base, windows_o
     assert saved_bits(again, resumed.state) == saved_bits(first, state)
     assert [line["loss"] for line in lines(tmp_path)] == [record["loss"] for record in records]
     assert again.program.traces["step"] == 1
-    masked = bits(
-        by_hand(change(first, batches=Batches(first.batches.source, first.config.data.micro_batch_size, seed=4)), 6)
-    )
-    assert masked != bits(state)  # the data matter here: equality above says something
 
 
 @pytest.mark.parametrize("exit_by", ["crash after a save", "SIGTERM"])
@@ -559,7 +555,9 @@ def test_DATA_01_each_row_once_whatever_happens(base, tmp_path, exit_by):
     train(change(forty, after), path)
     assert before.rows + after.rows == straight.rows
     assert steps_logged(path) == list(range(1, 11))
-    assert lines(path)[-1]["tokens"] == (source._stream[1:] != text.DOCUMENT_START).sum()  # every byte once
+    assert (
+        lines(path)[-1]["tokens"] == (base.corpus.train[1 : 40 * LENGTH + 1] != text.DOCUMENT_START).sum()
+    )  # every byte once
 
 
 def test_DATA_02_updates_micro_batches_and_samples(windows_of_4, tmp_path):
@@ -598,12 +596,7 @@ def test_DATA_04_what_was_read_ahead_is_read_again(base, tmp_path, monkeypatch, 
     assert restore(base, tmp_path, 3).data["sample_index"] == 3 * ROWS
     after = Recorder(base)
     train(change(base, after, steps=6), tmp_path)
-    assert recorder.rows + after.rows == base.batches.row_indices(0)[:0] + expected_rows(base, 6)
-
-
-def expected_rows(experiment, batches):
-    size = experiment.config.data.micro_batch_size
-    return [row for n in range(batches) for row in experiment.batches.row_indices(n * size)]
+    assert recorder.rows + after.rows == [row for n in range(6) for row in base.batches.row_indices(n * ROWS)]
 
 
 RNG_05 = {

@@ -194,6 +194,27 @@ def test_an_id_outside_the_vocabulary_shows_as_nan_in_its_row_only():
     assert np.all(np.isnan(logits[1, 3:]))
 
 
+@pytest.mark.parametrize("segmented", [False, True])
+def test_cudnn_is_asked_for_the_same_attention(monkeypatch, segmented):
+    """The kernel needs a GPU: here jax's own XLA implementation answers the call meant for it."""
+    called = []
+
+    def answer(*arrays, implementation, **settings):
+        called.append(implementation)
+        return original(*arrays, implementation="xla", **settings)
+
+    original = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", answer)
+    params = make_params(GROUPED)
+    tokens = random_tokens(GROUPED, 1, 12)
+    inputs = packed([3, 5, 4]) if segmented else ()
+    config = dataclasses.replace(GROUPED, attention="cudnn")
+    np.testing.assert_allclose(
+        logits_of(config, params, tokens, *inputs), logits_of(GROUPED, params, tokens, *inputs), rtol=1e-5, atol=1e-5
+    )
+    assert called == ["cudnn"]  # one traced layer, scanned
+
+
 def test_bfloat16_parameters_give_float32_logits_close_to_float32():
     params = make_params(GROUPED)
     tokens = random_tokens(GROUPED, 2, 16)
@@ -461,8 +482,8 @@ def test_inputs_that_cannot_work_are_refused():
 
 def test_twenty_steps_learn_a_short_sequence():
     config = dataclasses.replace(GROUPED, tied_embeddings=False)
-    graph, state = nnx.split(Transformer(config, rngs=nnx.Rngs(0)))
-    params = nnx.to_pure_dict(state)
+    graph = graph_of(config)
+    params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(Transformer(config, rngs=nnx.Rngs(0)))))()
     tokens = random_tokens(config, 1, 12)
     optimizer = optax.adam(0.02)
 
