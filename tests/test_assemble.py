@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxtrain import assemble, config, sharding
 from jaxtrain.config import ConfigError
 from jaxtrain.data import text
+from jaxtrain.precision import Precision
 from jaxtrain.step import Contribution
 
 TINY = {
@@ -68,10 +69,9 @@ def test_the_whole_experiment_has_the_numbers_of_its_config(texts):
     assert e.corpus.fingerprint[:12] in lines
 
 
-def test_a_step_uses_the_optimizer_schedule_and_seed_of_the_config(texts):
+def test_a_step_uses_the_optimizer_and_schedule_of_the_config(texts):
     e = build(texts, mesh__fsdp=1)
     state, records = e.program.init(), []
-    first = np.asarray(state.params["head"]["kernel"])
     for step in range(4):
         before = jax.device_get(state.params)
         state, metrics = e.program.step(state, next(e.batches.at(8 * step)))
@@ -84,9 +84,25 @@ def test_a_step_uses_the_optimizer_schedule_and_seed_of_the_config(texts):
     assert all(r["grad_norm_clipped"] == pytest.approx(min(r["grad_norm"], 1.0), rel=1e-5) for r in records)
     assert records[0]["loss"] == pytest.approx(np.log(320), rel=0.01)
     assert records[-1]["loss"] < records[0]["loss"]
-    other = build(texts, mesh__fsdp=1, seed=1)
-    assert not np.any(np.asarray(other.program.init().params["head"]["kernel"]) == first)
-    assert other.batches.row_indices(0) != e.batches.row_indices(0)
+
+
+def test_seed_precision_clipping_and_average_reach_the_program(texts, monkeypatch):
+    given: dict[str, Any] = {}
+    names = ("seed", "clip_norm", "ema", "precision")
+    original = assemble.build_train_step
+    monkeypatch.setattr(assemble, "build_train_step", lambda *a, **k: given.update(k) or original(*a, **k))
+    first = build(texts)
+    assert [given[name] for name in names] == [0, 1.0, None, Precision("float32")]
+    other = build(texts, seed=1, optim__clip_norm=0.0, optim__ema=0.5, precision__compute="bfloat16")
+    assert (given["seed"], given["clip_norm"], given["ema"], given["precision"]) == (
+        1,
+        None,
+        0.5,
+        Precision("bfloat16"),
+    )
+    assert first.batches.row_indices(0) != other.batches.row_indices(0)  # the shuffle has the seed too
+    in_order = build(texts, data__shuffle=False).batches
+    assert (in_order.row_indices(0), in_order.row_indices(8)) == ([*range(8)], [*range(8, 16)])
 
 
 def test_sgd_without_clipping_and_average(texts):
@@ -97,7 +113,9 @@ def test_sgd_without_clipping_and_average(texts):
     assert zeros.ema is None
     one, zero = jnp.float32(1), jnp.int32(0)
     grads = jax.tree.map(lambda x: jnp.full(x.shape, 3.0), zeros.params)
-    state, metrics = e.program.apply(zeros, Contribution(grads, 2 * one, one, (), {}, 0 * one, zero, zero))
+    state, metrics = e.program.apply(
+        zeros, Contribution(grads, 2 * one, one, zeros.model_state, {}, 0 * one, zero, zero)
+    )
     assert {float(x) for leaf in jax.tree.leaves(state.params) for x in np.unique(leaf)} == {float(np.float32(-0.15))}
     record = metrics.to_host()
     assert record["grad_norm"] == record["grad_norm_clipped"] == pytest.approx(1.5 * np.sqrt(12592), rel=1e-5)
@@ -193,7 +211,7 @@ def test_what_does_not_fit_is_a_sentence_with_names_numbers_and_a_remedy(texts, 
             {"a.txt": b"ok", "b.txt": b"caf\xe9"},
             r"b\.txt: not UTF-8 at byte offset 3 \(byte 0xe9\); .*skip_non_utf8",
         ),
-        ({"a.txt": b"x" * 500}, r"one document \(a\.txt\).*held_out_fraction=0"),
+        ({"a.txt": b"x" * 500}, r"one document \(a\.txt\).*add a second file"),
         ({"a.bin": b"x" * 500}, r"matches no file"),
     ],
     ids=["nothing", "empty", "latin-1", "one document", "other suffix"],
@@ -213,8 +231,12 @@ def test_the_remedies_help(texts):
 def test_the_remedy_for_one_document_helps(tmp_path):
     """What the sentence advises must not end in another sentence that advises the opposite."""
     (tmp_path / "a.txt").write_bytes(b"x" * 500)
-    e = build(tmp_path, data__held_out_fraction=0.0)
-    assert e.corpus.train.size == 501
+    with pytest.raises(ValueError, match="one document") as caught:
+        build(tmp_path)
+    if "held_out_fraction=0" in str(caught.value):
+        assert build(tmp_path, data__held_out_fraction=0.0).corpus.train.size == 501
+    (tmp_path / "b.txt").write_bytes(b"y" * 500)
+    assert len(build(tmp_path).corpus.held_out_documents) == 1
 
 
 def test_a_batch_that_does_not_divide_is_told_before_any_text_is_read(monkeypatch, texts):

@@ -31,7 +31,7 @@ def module_name(path: pathlib.PurePath) -> str:
 
 
 def imports(module: str, tree: ast.Module, modules: set[str]) -> list[tuple[str, ast.stmt]]:
-    """``(imported module, statement)`` for every import anywhere in the source; ``from a import b`` may mean ``a.b``."""
+    """``(imported module, statement)`` for every import in the source; ``from a import b`` may mean ``a.b``."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -54,7 +54,7 @@ def problems(sources: dict[str, str]) -> list[str]:
     wrong, edges = [], {}
     for path, tree in trees.items():
         module, lines = module_name(pathlib.PurePosixPath(path)), sources[path].splitlines()
-        top = (module.split(".") + [""])[1]
+        top = [*module.split("."), ""][1]
         if pathlib.PurePosixPath(path).stem in FORBIDDEN_FILES:
             wrong.append(f"{path}: say in the name what is inside")
         if path.endswith("__init__.py"):
@@ -67,7 +67,7 @@ def problems(sources: dict[str, str]) -> list[str]:
         found = imports(module, tree, modules)
         edges[module] = {name for name, _ in found if name.split(".")[0] == "jaxtrain"}
         for name in sorted(edges[module]):
-            other = (name.split(".") + [""])[1]
+            other = [*name.split("."), ""][1]
             if name not in modules:
                 wrong.append(f"{path}: imports {name}, which does not exist")
             elif other and LAYERS.get(other, 99) > LAYERS[top]:

@@ -368,6 +368,11 @@ def test_JAX_03_logged_steps_and_losses(base, tmp_path):
             assert {key: line[key] for key in exact} == {key: records[line["step"] - 1][key] for key in exact}
 
 
+def test_JAX_03_the_last_step_is_logged_whatever_the_cadence(base, tmp_path):
+    train(change(base, steps=3, log_every_steps=1000), tmp_path)
+    assert steps_logged(tmp_path) == [3]
+
+
 @pytest.mark.parametrize("every", [1, 10])
 def test_JAX_03_the_last_record_survives_an_exception(base, tmp_path, every):
     batches = Feed(base.batches, 97, boom)
@@ -516,6 +521,19 @@ def test_CKPT_19_the_name_is_the_number_of_updates_inside(base, tmp_path):
 
 def is_adam(node):
     return isinstance(node, optax.ScaleByAdamState)
+
+
+def test_lines_beyond_the_checkpoint_are_set_aside(base, tmp_path):
+    experiment = change(base, steps=9, checkpoint__every_steps=3, eval__every_steps=4)
+    for _ in range(2):  # it dies before its sixth step call: after step 5, then after step 8
+        with pytest.raises(Boom):
+            train(change(experiment, Recorder(base, at={6: boom})), tmp_path)
+    train(experiment, tmp_path)
+    _, records = by_hand(base, 9)
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [(r["step"], r["loss"]) for r in records]
+    assert [line["step"] for line in lines(tmp_path, "eval/loss")] == [4, 8, 9]
+    aside = [metrics.read_jsonl(tmp_path / f"metrics.attempt{n}.jsonl") for n in (1, 2)]
+    assert [[line["step"] for line in attempt] for attempt in aside] == [[4, 4, 5], [7, 8, 8]]
 
 
 @pytest.mark.parametrize("k", [1, 4])

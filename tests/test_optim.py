@@ -1,5 +1,7 @@
 """Optimizers and the update of a window against float64 NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,12 +20,17 @@ def arrays(tree, dtype=np.float32):
 
 def steps(optimizer, gradients):
     """The parameters after each gradient."""
-    params, seen = jax.tree.map(jnp.asarray, arrays(PARAMS)), []
-    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state, g):
+        updates, state = optimizer.update(jax.tree.map(lambda p: jnp.full_like(p, g), params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, seen = arrays(PARAMS), []
+    state = jax.tree.map(jnp.asarray, optimizer.init(params))
     with jax.numpy_dtype_promotion("standard"):
         for g in gradients:
-            updates, state = optimizer.update(jax.tree.map(lambda p, g=g: jnp.full_like(p, g), params), state, params)
-            params = optax.apply_updates(params, updates)
+            params, state = step(params, state, jnp.float32(g))
             seen.append(jax.device_get(params))
     return seen
 
@@ -96,7 +103,13 @@ def test_micro_batches_of_a_window():
     assert MultiSteps().k == 1
 
 
+def test_numpy_integers_are_integers():
+    assert type(MultiSteps(np.int64(3)).k) is int  # optax calls anything that is not an int
+
+
 def test_skip_errors():
+    with pytest.raises(ValueError, match="max_consecutive"):
+        Skip(max_consecutive=-1)  # would stop a run that skips nothing
     with pytest.raises(ValueError, match=r"Skip\('batch'\) is neither"):
         Skip("batch")
     assert Skip() == Skip("window", 50)
@@ -107,15 +120,22 @@ def test_skip_errors():
 
 def sums(grads, weight=4.0, bad=0.0, **others):
     leaves = {"grads": arrays(grads), "weight": weight, "bad": bad, **others}
-    return jax.tree.map(jnp.float32, leaves)
+    return jax.tree.map(np.float32, leaves)
 
 
-def update(grads, clip=None, skip="window", optimizer=None, state=None, **others):
-    transform = window_update(optimizer or optax.sgd(1.0), clip, Skip(skip))
-    params = jax.tree.map(jnp.zeros_like, jax.tree.map(jnp.asarray, arrays(grads)))
-    state = transform.init({"grads": params}) if state is None else state
+@functools.cache
+def transform(clip, skip, optimizer):
+    made = window_update({"sgd": optax.sgd, "adam": optax.adam}[optimizer](1.0), clip, Skip(skip))
+    return made.init, jax.jit(made.update)
+
+
+def update(grads, clip=None, skip="window", optimizer="sgd", state=None, **others):
+    """``(what goes out, state after, state before)`` of one window."""
+    init, jitted = transform(clip, skip, optimizer)
+    params = jax.tree.map(np.zeros_like, arrays(grads))
+    state = jax.tree.map(jnp.asarray, init({"grads": params})) if state is None else state
     with jax.numpy_dtype_promotion("standard"):
-        out, new_state = jax.jit(transform.update)(sums(grads, **others), state, {"grads": params})
+        out, new_state = jitted(sums(grads, **others), state, {"grads": params})
     return jax.device_get(out), new_state, state
 
 
@@ -139,8 +159,8 @@ SKIPPED = {
 
 @pytest.mark.parametrize(("grads", "others", "skip"), SKIPPED.values(), ids=SKIPPED)
 def test_a_skipped_window_keeps_the_state_bit_for_bit(grads, others, skip):
-    _, before, _ = update({"a": [1.0, 2.0]}, optimizer=optax.adam(0.1))
-    out, after, _ = update(grads, skip=skip, optimizer=optax.adam(0.1), state=before, **others)
+    _, before, _ = update({"a": [1.0, 2.0]}, optimizer="adam")
+    out, after, _ = update(grads, skip=skip, optimizer="adam", state=before, **others)
     assert out["applied"] == 0
     assert np.all(np.isfinite(out["grads"]["a"]))
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_step_cases import linear_program, rows, run
+from test_step_cases import linear, linear_program, rows, run
 
 from jaxtrain.precision import LossScale, Precision, ScaleState
 
@@ -78,8 +78,6 @@ def test_overrides_reach_the_loss_and_their_gradients_are_exact():
     dtypes = {}
 
     def loss(params, model_state, batch, key):
-        from test_step_cases import linear  # the loss records what it sees
-
         dtypes.update({name: w.dtype for name, w in params.items()})
         return linear(params, model_state, batch, key)
 
@@ -98,9 +96,8 @@ WEIGHTS = sorted(
 )
 
 
-@pytest.mark.parametrize("scale", [1.0, 1024.0, 2.0**15])
-def test_the_seed_is_an_exact_power_of_two_at_or_below_scale_over_weight(scale):
-    precision = Precision("float16", loss_scale=LossScale(scale))
+def test_the_seed_is_an_exact_power_of_two_at_or_below_scale_over_weight():
+    scale, precision = 2.0**15, Precision("float16")
     seed = jax.jit(jax.vmap(lambda w: precision.seed(precision.init_scale(), w)))(jnp.float32(WEIGHTS))
     wanted = [scale * 2.0 ** -((w - 1).bit_length()) for w in WEIGHTS]  # ceil(log2(w)) in integers
     wrong = [(w, float(got), want) for w, got, want in zip(WEIGHTS, seed, wanted, strict=True) if float(got) != want]

@@ -1,6 +1,7 @@
 """Faults that users of training stacks really met (public case ids in the names), with numbers worked out by hand.
 
-A loss that is linear in the parameters makes any wanted gradient: total = sum(mask * <w, c>), so d total / d w = sum(mask * c).
+A loss that is linear in the parameters makes any wanted gradient: the total is sum(mask * <w, c>), its gradient is
+sum(mask * c).
 """
 
 import functools

@@ -6,7 +6,6 @@ import os
 import pathlib
 import random
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -251,22 +250,6 @@ def test_a_save_inside_a_window_holds_its_start_and_any_k_goes_on(tmp_path):
         assert set(np.asarray(state.params["w"]).tolist()) == {wanted}
         assert float(state.model_state["seen"]) == 8.0
         assert k != 4 or bits(state) == unbroken
-
-
-def test_CKPT_17_saves_leave_no_memory_behind(tmp_path):
-    def resident_mb() -> float:
-        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
-
-    program = program_of({"w": jnp.zeros(1 << 22)})  # 16 MiB
-    state = program.init({"w": np.random.default_rng(0).standard_normal(1 << 22, np.float32)})
-    checkpoints = Checkpoints(tmp_path / "c", keep_last=1)
-    after = []
-    for step in range(12):
-        checkpoints.save(step, program.checkpoint_view(state), host_state={}, data={})
-        checkpoints.wait()
-        after.append(resident_mb())
-    checkpoints.close()
-    assert max(after[4:]) - after[3] < 48  # one copy a save kept: 128
 
 
 # ---- which one is the newest -------------------------------------------------------------------------------------
@@ -683,6 +666,18 @@ KILLED = """
         program = build_train_step(loss, init, optax.sgd(1.0), mesh=mesh, precision=fp32)
         return program.checkpoint_view(program.init())
 
+    def resident_mb():
+        return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
+
+    leaking, after = Checkpoints(sys.argv[1] + "-many", keep_last=1), []
+    many = snapshot(1 << 22, 1.0)  # 16 MiB
+    for step in range(10):
+        leaking.save(step, many, host_state={}, data={})
+        leaking.wait()
+        after.append(resident_mb())
+    leaking.close()
+    print(max(after[3:]) - after[2], flush=True)  # 112 where every save leaves its copy
+
     checkpoints = Checkpoints(sys.argv[1])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, hard))  # writes beyond it fail, as on a full disk
@@ -700,19 +695,22 @@ KILLED = """
 """
 
 
-def test_CKPT_01_CKPT_03_a_full_disk_then_a_kill_in_the_middle_of_a_save(tmp_path):
+def test_CKPT_17_CKPT_01_CKPT_03_many_saves_then_a_full_disk_then_a_kill_in_the_middle_of_one(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)], timeout=120, check=False, text=True,
+        [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "c")], timeout=120, check=False, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        env=os.environ | {"MALLOC_ARENA_MAX": "2"},  # glibc's own hoard, an arena a thread, is no leak
     )  # fmt: skip
     assert done.returncode == -signal.SIGKILL
-    assert done.stdout.startswith(f"[] saving checkpoint 5 to {tmp_path} failed: ")
-    assert entries(tmp_path) == {"10", "20.orbax-checkpoint-tmp"}  # what the full disk left is gone
-    checkpoints = Checkpoints(tmp_path)
+    growth_mb, failure = done.stdout.splitlines()[:2]
+    assert float(growth_mb) < 50
+    assert failure.startswith(f"[] saving checkpoint 5 to {tmp_path}/c failed: ")
+    assert entries(tmp_path / "c") == {"10", "20.orbax-checkpoint-tmp"}  # what the full disk left is gone
+    checkpoints = Checkpoints(tmp_path / "c")
     assert (checkpoints.steps(), checkpoints.latest_verified()) == ([10], 10)
     assert value(checkpoints, 10) == 10.0
     save(checkpoints, 15, 20)
-    assert entries(tmp_path) == {"10", "15", "20"}
+    assert entries(tmp_path / "c") == {"10", "15", "20"}
     assert [value(checkpoints, step) for step in (15, 20)] == [15.0, 20.0]
 
 
@@ -748,6 +746,21 @@ def test_a_reader_leaves_a_save_in_flight_alone(run_dir, monkeypatch, item):
     trainer.wait()
     assert trainer.latest_verified() == 30
     assert value(trainer, 30) == 30.0
+
+
+def test_a_checkpoint_that_is_retired_while_a_reader_looks_at_it_is_passed_over(run_dir, monkeypatch):
+    """Neither damage, which would warn, nor a crash: with ``keep_last=1`` and a busy reader it happens every minute."""
+
+    def problem(directory: pathlib.Path) -> str | None:
+        if directory.name == "20":  # the trainer is faster
+            (run_dir / ".deleted").mkdir()
+            directory.rename(run_dir / ".deleted" / "20")
+        return original(directory)
+
+    original = manifest.problem
+    monkeypatch.setattr(manifest, "problem", problem)
+    assert Checkpoints(run_dir).latest_verified() == 10
+    assert entries(run_dir) == {".deleted", "10"}
 
 
 def test_nothing_warns_in_the_life_of_a_good_run(tmp_path):
