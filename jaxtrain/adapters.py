@@ -46,7 +46,9 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[Any, Any, j
             here, so that a resumed run draws what the unbroken one would have.
     """
     graph, abstract_params, abstract_rest = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)
-    kept = sorted({"/".join(map(str, path)) for path, v in nnx.to_flat_state(abstract_rest) if isinstance(v, nnx.RngState)})
+    kept = sorted(
+        {"/".join(map(str, path)) for path, v in nnx.to_flat_state(abstract_rest) if isinstance(v, nnx.RngState)}
+    )
     if kept:
         raise ValueError(
             f"from_nnx: the module stores random state ({', '.join(kept)}); build its dropout without rngs and pass "

@@ -8,6 +8,7 @@ import argparse
 import difflib
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import shlex
@@ -111,15 +112,20 @@ def load_config(spec: str | None, overrides: dict[str, str]) -> ConfigDict:
         if not hasattr(module, "get_config"):
             raise ConfigError(f"config: {path} has no get_config(arg).")
         config = module.get_config(argument)
+        if not isinstance(config, ConfigDict):
+            raise ConfigError(f"config: {path}: get_config returned {type(config).__name__}; return the config.")
     except ConfigError:
         raise
-    except (AttributeError, KeyError, TypeError) as error:  # what a locked, typed ConfigDict raises
-        line = traceback.extract_tb(error.__traceback__)
-        where = next((f"line {f.lineno}: {f.line}" for f in reversed(line) if f.filename == str(path)), "")
-        reason = str(error).replace("\\n", " ").split("Other fields present")[0].strip(" '\"")
-        did_you_mean = str(error).partition("Did you mean")[2]
+    except Exception as error:  # whatever a user's file does wrong is told with its line
+        frames = traceback.extract_tb(error.__traceback__)
+        where = next((f", line {f.lineno}: {f.line}" for f in reversed(frames) if f.filename == str(path)), "")
+        locked = isinstance(error, AttributeError | KeyError | TypeError)  # what a locked, typed ConfigDict raises
+        text = str(error.args[0] if error.args and locked else error).replace("\\n", "\n").replace("\\'", "'")
+        text = text if locked else f"{type(error).__name__}: {text}"
+        reason = text.split("Other fields present")[0].split("Did you mean")[0].strip(" '\"\n")
+        did_you_mean = text.partition("Did you mean")[2].partition("\n")[0]
         hint = f" Did you mean{did_you_mean.strip(chr(39) + chr(34))}" if did_you_mean else ""
-        raise ConfigError(f"config: {path}, {where}: {reason}{hint}") from error
+        raise ConfigError(f"config: {path}{where}: {reason}{hint}") from error
     return config_lib.resolve(config_lib.override(config, overrides))
 
 
@@ -158,7 +164,8 @@ def _eval(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     program = experiment.program
     result = evaluate(program, program.view(restored.state, copy=False), experiment.held_out)
-    print(json.dumps({"step": restored.host_state["counts"]["step"], **result}))
+    numbers = {name: value if math.isfinite(value) else None for name, value in result.items()}  # JSON has no NaN
+    print(json.dumps({"step": restored.host_state["counts"]["step"], **numbers}))
     return DONE
 
 
@@ -182,7 +189,7 @@ def _restored(arguments: argparse.Namespace, overrides: dict[str, str]) -> tuple
 
     config = config_lib.resolve(config_lib.override(read_config(arguments.workdir), overrides))
     _set_up_jax(config)
-    checkpoints = Checkpoints(pathlib.Path(arguments.workdir).expanduser() / "checkpoints")
+    checkpoints = Checkpoints(pathlib.Path(arguments.workdir).expanduser() / "checkpoints", read_only=True)
     step = arguments.step if arguments.step is not None else checkpoints.latest_verified()
     if step is None or step not in checkpoints.steps():
         there = ", ".join(map(str, checkpoints.steps())) or "none"

@@ -35,11 +35,13 @@ class Key:
 
 KEYS: dict[str, Key] = {
     "seed": Key(0, "of parameters, dropout and shuffling", low=0, high=2**32 - 1),
-    "steps": Key(1000, "windows to train for; each applies one optimizer step or is skipped", low=1, free=True),
+    "steps": Key(
+        1000, "windows to train for; each applies one optimizer step or is skipped", low=1, high=2**31 - 1, free=True
+    ),
     "log_every_steps": Key(10, "windows between two lines of metrics", low=1, free=True),
     "compile_cache": Key("~/.cache/jaxtrain", "directory of JAX's compilation cache; empty: none", free=True),
     "data.paths": Key(("stdlib",), "files, globs or directories of UTF-8 text; stdlib: Python's own source"),
-    "data.held_out_fraction": Key(0.05, "of the documents, never trained on", low=0.0, high=0.9),
+    "data.held_out_fraction": Key(0.05, "of the documents, never trained on", low=1e-6, high=0.9),
     "data.skip_non_utf8": Key(False, "pass over files that are no UTF-8 instead of stopping"),
     "data.shuffle": Key(True, "a new order of the rows every epoch"),
     "data.micro_batch_size": Key(16, "rows of the GLOBAL micro-batch", low=1),
@@ -55,7 +57,9 @@ KEYS: dict[str, Key] = {
     "model.dropout": Key(0.0, "probability on each residual branch", low=0.0, high=0.99),
     "model.rope_theta": Key(10000.0, "base of the rotary frequencies", low=1.0),
     "model.tied_embeddings": Key(False, "one table for input and output"),
-    "model.remat": Key("none", "what the backward pass recomputes", choices=("none", "attention", "dots", "full"), free=True),
+    "model.remat": Key(
+        "none", "what the backward pass recomputes", choices=("none", "attention", "dots", "full"), free=True
+    ),
     "model.attention": Key("xla", "attention implementation", choices=("xla", "cudnn"), free=True),
     "model.scan_layers": Key(
         "auto",
@@ -73,9 +77,9 @@ KEYS: dict[str, Key] = {
     "optim.schedule_steps": Key(0, "its horizon in steps, warm-up included; 0: steps (constant: none)", low=0),
     "optim.warmup_steps": Key(0, "steps of linear warm-up", low=0),
     "optim.end_learning_rate": Key(0.0, "at the horizon", low=0.0),
-    "optim.b1": Key(0.9, "adamw: decay of the first moment", low=0.0, high=1.0),
-    "optim.b2": Key(0.95, "adamw: decay of the second moment", low=0.0, high=1.0),
-    "optim.eps": Key(1e-8, "adamw: added to the root of the second moment", low=0.0),
+    "optim.b1": Key(0.9, "adamw: decay of the first moment", low=0.0, high=1 - 1e-6),
+    "optim.b2": Key(0.95, "adamw: decay of the second moment", low=0.0, high=1 - 1e-6),
+    "optim.eps": Key(1e-8, "adamw: added to the root of the second moment", low=1e-38),
     "optim.weight_decay": Key(0.0, "adamw: decoupled; not on biases and norm scales", low=0.0),
     "optim.momentum": Key(0.0, "sgd", low=0.0, high=1.0),
     "optim.clip_norm": Key(1.0, "bound of the global gradient norm; 0: none", low=0.0),
@@ -217,13 +221,13 @@ def _checked(name: str, value: Any) -> Any:
         value = float(value)
     if kind is tuple and isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
         value = tuple(value)
-    if type(value) is not kind:
+    if type(value) is not kind or (kind is tuple and not all(isinstance(part, str) for part in value)):
         raise ConfigError(f"config: {name}={value!r} is {type(value).__name__}, not {_kind(name)}: {key.help}.")
     if key.choices and value not in key.choices:
         near = difflib.get_close_matches(value, key.choices, n=1)
         hint = f"; did you mean {near[0]}?" if near else "."
         raise ConfigError(f"config: {name}={value!r} is not one of {', '.join(key.choices)}{hint}")
-    if kind in (int, float) and not key.low <= value <= key.high:
+    if kind in (int, float) and not (key.low <= value <= key.high and math.isfinite(value)):
         raise ConfigError(f"config: {name}={value} is outside {_bounds(key)}: {key.help}.")
     return value
 
@@ -234,7 +238,7 @@ def _kind(name: str) -> str:
 
 
 def _bounds(key: Key) -> str:
-    return f"{key.low:g} or more" if key.high == math.inf else f"{key.low:g} .. {key.high:g}"
+    return f"{key.low:.10g} or more" if key.high == math.inf else f"{key.low:.10g} .. {key.high:.10g}"
 
 
 def _sequence_fits(c: ConfigDict) -> None:

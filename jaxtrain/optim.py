@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxtrain import paths
@@ -61,8 +62,11 @@ class MultiSteps:
     k: int | Callable[[Any], Any] = 1
 
     def __post_init__(self) -> None:
-        if not callable(self.k) and self.k < 1:
-            raise ValueError(f"accumulation: k={self.k} micro-batches a window; it must be 1 or more.")
+        if callable(self.k):
+            return
+        if not isinstance(self.k, int | np.integer) or self.k < 1:
+            raise ValueError(f"accumulation: k={self.k} micro-batches a window; it is a whole number, 1 or more.")
+        object.__setattr__(self, "k", int(self.k))
 
     def micro_batches(self, window: int) -> int:
         """How many micro-batches window number ``window`` takes."""
@@ -84,6 +88,10 @@ class Skip:
     def __post_init__(self) -> None:
         if self.what not in ("window", "micro"):
             raise ValueError(f"nonfinite: Skip({self.what!r}) is neither Skip('window') nor Skip('micro').")
+        if self.max_consecutive < 0:
+            raise ValueError(
+                f"nonfinite: max_consecutive={self.max_consecutive} skipped windows; it must be 0 or more."
+            )
 
 
 def window_update(
@@ -93,7 +101,8 @@ def window_update(
 
     It transforms ``{"grads": sums, "weight", "bad", ...}`` (float32; the rest of the scalars pass through) into
     ``{"grads": parameter updates, "norm", "clipped_norm", "applied", ...}``; its state is the optimizer's own. Where
-    the window is skipped the updates are zero and the state is as before, bit for bit.
+    the window is skipped the updates are zero and the state is as before, bit for bit. What an optimizer makes of
+    finite gradients is not checked: undoing it would cost a second copy of its state.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
@@ -113,6 +122,7 @@ def window_update(
             factor = jnp.where(norm > clip_norm, clip_norm / norm, 1.0)
         grads = jax.tree.map(lambda g: jnp.where(applied, g * factor, 0.0), grads)
         updates, new_state = optimizer.update(grads, state, params["grads"], **extra)
+        _check_same(state, new_state)
         new_state = jax.tree.map(lambda new, old: jnp.where(applied, new, old), new_state, state)
         passed = {name: value for name, value in sums.items() if name != "grads"}
         out = passed | {
@@ -124,3 +134,19 @@ def window_update(
         return out, new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_same(old: Any, new: Any) -> None:
+    """Refuse, at the trace, an optimizer whose new state has other shapes or dtypes: it could not be donated."""
+    wrong = paths.differences(old, new)
+    if wrong:
+        before, after = paths.named_leaves(old), paths.named_leaves(new)
+        lost = sum(
+            leaf.size * leaf.dtype.itemsize
+            for name, leaf in before.items()
+            if name not in after or (after[name].shape, after[name].dtype) != (leaf.shape, leaf.dtype)
+        )
+        raise ValueError(
+            f"the optimizer changes its state's shapes or dtypes, so {lost} bytes could not be donated:\n  "
+            + "\n  ".join(wrong)
+        )

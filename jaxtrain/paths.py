@@ -11,8 +11,13 @@ def name(path: tuple[Any, ...]) -> str:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """``{name: leaf}`` of a pytree, in the order of ``jax.tree.leaves``."""
-    return {name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    """``{name: leaf}`` of a pytree, in the order of ``jax.tree.leaves``; raises ValueError where two share a name."""
+    named: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if name(path) in named:
+            raise ValueError(f"two leaves of the tree are named {name(path)!r}; rename one.")
+        named[name(path)] = leaf
+    return named
 
 
 def differences(wanted: Any, given: Any) -> list[str]:
@@ -34,4 +39,4 @@ def differences(wanted: Any, given: Any) -> list[str]:
 
 
 def _text(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}"
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else f"{type(leaf).__name__}, not an array"

@@ -100,5 +100,7 @@ class Precision:
         A sum over thousands of rows would overflow float16 at any useful scale; dividing by a power of two at or above
         the weight is exact, keeps the cotangent near ``scale``, and is undone in float32.
         """
-        exponent = jnp.ceil(jnp.log2(jnp.maximum(weight, 1.0)))
-        return scale.value * jnp.exp2(-exponent)
+        # By the bits: exp2 and log2 of XLA are off by an ulp for some weights, and the seed must be exact.
+        bits = jax.lax.bitcast_convert_type(jnp.maximum(weight, 1.0), jnp.int32)
+        exponent = (bits + (2**23 - 1)) // 2**23 - 127
+        return scale.value * jax.lax.bitcast_convert_type((127 - exponent) * 2**23, jnp.float32)

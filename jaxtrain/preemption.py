@@ -1,5 +1,6 @@
 """SIGTERM and Ctrl-C as a wish the loop can see: it finishes what it does, saves, and goes."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -37,4 +38,5 @@ class Preemption:
             raise KeyboardInterrupt
         self.request("Ctrl-C" if number == signal.SIGINT else "SIGTERM")
         note = f"\n{self.requested}: saving, then stopping" + (" (Ctrl-C again: at once, unsaved)\n")
-        os.write(2, note.encode())  # print is not safe inside a handler
+        with contextlib.suppress(OSError):  # nobody listens: a closed terminal must not cost the checkpoint
+            os.write(2, note.encode())  # print is not safe inside a handler

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxtrain import paths, rng
 from jaxtrain.losses import Loss
@@ -15,7 +16,11 @@ from jaxtrain.optim import Skip
 from jaxtrain.precision import Precision
 from jaxtrain.state import Counters, Snapshot, TrainState, Variables, View, WindowStart, add_tokens
 
-NO_LEAF = -1
+_NO_LEAF = -1
+BUILTIN = (
+    "loss", "weight", "grad_norm", "grad_norm_clipped", "loss_scale", "micro_step", "window", "step",
+    "skipped_in_a_row", "skipped_steps", "bad_leaf", "window_done", "tokens", "tokens_high", "tokens_low",
+)  # fmt: skip
 _MAX_METRICS = 32  # of a loss function's own; fixed, so that a state can be born before any batch was seen
 
 
@@ -96,14 +101,16 @@ class Recipe:
         with relaxed():
             opt_state = self.update.init({"grads": params})
         ema = None if self.ema is None else params
-        return Snapshot(params, opt_state, variables.model_state, ema, self.precision.init_scale(), Counters.zero())
+        scale, zero = self.precision.init_scale(), Counters.zero()
+        snapshot = Snapshot(params, opt_state, variables.model_state, ema, scale, zero)
+        return jax.tree.map(_strong, snapshot)  # a weakly typed leaf would compile the step twice
 
     def resume(self, snapshot: Snapshot) -> TrainState:
         params, opt_state, model_state, ema, scale, counters = snapshot
         if self.single:
             return TrainState(params, opt_state, model_state, ema, scale, counters, None)
         zero = jnp.float32(0)
-        zeros = _sums(jax.tree.map(jnp.zeros_like, params), zero, zero, zero, {})
+        zeros = _sums(jax.tree.map(jnp.zeros_like, params), zero, zero, zero, {}, zero)
         opt_state = optax.MultiStepsState(jnp.int32(0), counters.window, opt_state, zeros)
         start = WindowStart(counters, model_state)
         return TrainState(params, opt_state, model_state, ema, scale, counters, start)
@@ -112,7 +119,7 @@ class Recipe:
         """The loss in compute dtype. The SHARD is cast, then gathered: fewer bytes on the wire."""
         compute = jax.lax.with_sharding_constraint(self.precision.cast(params), self.shardings)
         loss = self.loss_fn(compute, model_state, batch, key)
-        _check_loss(loss, model_state)
+        _check_loss(loss, model_state, {*BUILTIN, *self.report})
         return loss if loss.model_state is not None else loss._replace(model_state=model_state)
 
     def contribution(self, view: View, batch: Any, index: jax.Array) -> Contribution:
@@ -140,12 +147,14 @@ class Recipe:
             model_state=jax.tree.map(lambda new, old: jnp.where(good, new, old), loss.model_state, view.model_state),
             metrics=clean(dict(loss.metrics)),
             bad=1.0 - good.astype(jnp.float32),
-            bad_leaf=jnp.where(jnp.all(by_leaf), NO_LEAF, jnp.argmin(by_leaf).astype(jnp.int32)),
+            bad_leaf=jnp.where(jnp.all(by_leaf), _NO_LEAF, jnp.argmin(by_leaf).astype(jnp.int32)),
             tokens=jnp.round(jnp.where(jnp.isfinite(loss.weight), loss.weight, 0.0)).astype(jnp.int32),
         )
 
     def apply(self, state: TrainState, c: Contribution) -> tuple[TrainState, StepMetrics]:
-        sums = _sums(c.grads, c.weight, c.bad, c.total, c.metrics)
+        known = jnp.float32(0) if self.single else state.opt_state.acc_grads["bad_leaf"]
+        first_bad = jnp.where(known == 0, (c.bad_leaf + 1).astype(jnp.float32), 0.0)
+        sums = _sums(c.grads, c.weight, c.bad, c.total, c.metrics, first_bad)
         transform = self.update if self.single else self.multi
         with relaxed():
             out, opt_state = transform.update(sums, state.opt_state, {"grads": state.params})
@@ -157,12 +166,14 @@ class Recipe:
             micro_step=state.counters.micro_step + 1, tokens=add_tokens(state.counters.tokens, c.tokens)
         )
         moved = state._replace(opt_state=opt_state, model_state=c.model_state, counters=counters)
-        return self.finish(moved, out, done, c.bad_leaf, sorted(c.metrics))
+        return self.finish(moved, out, done, sorted(c.metrics))
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
         view = View(state.params, state.model_state, state.scale)
         contribution = self.contribution(view, batch, state.counters.micro_step)
-        # The barrier keeps the compiler from fusing across: step == apply . grads, bit for bit.
+        # step == apply . grads, bit for bit: the barrier keeps the compiler from fusing across, and the layout is that
+        # of an array between two calls, so that the norm's sums run in the same order.
+        contribution = jax.tree.map(_row_major, contribution)
         return self.apply(state, jax.lax.optimization_barrier(contribution))
 
     def flush(self, state: TrainState, metric_names: Sequence[str]) -> tuple[TrainState, StepMetrics]:
@@ -171,14 +182,14 @@ class Recipe:
             out, inner = self.update.update(multi.acc_grads, multi.inner_opt_state, {"grads": state.params})
         zeros = jax.tree.map(jnp.zeros_like, multi.acc_grads)
         opt_state = optax.MultiStepsState(jnp.int32(0), multi.gradient_step + 1, inner, zeros)
-        return self.finish(state._replace(opt_state=opt_state), out, jnp.bool_(True), jnp.int32(NO_LEAF), metric_names)
+        return self.finish(state._replace(opt_state=opt_state), out, jnp.bool_(True), metric_names)
 
     def evaluate(self, view: View, batch: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
         loss = self.loss(view.params, view.model_state, batch, None)
         return {"loss": (loss.total, loss.weight), **loss.metrics}
 
     def finish(
-        self, state: TrainState, out: Mapping[str, Any], done: jax.Array, bad_leaf: jax.Array, names: Sequence[str]
+        self, state: TrainState, out: Mapping[str, Any], done: jax.Array, names: Sequence[str]
     ) -> tuple[TrainState, StepMetrics]:
         """Close the window where ``done``: apply or undo, count, and write its record."""
         applied = done & (out["applied"] > 0)
@@ -192,10 +203,10 @@ class Recipe:
         skipped = done.astype(jnp.int32) - one
         in_a_row = jnp.where(applied, 0, old.skipped_in_a_row + skipped)
         counters = old._replace(window=old.window + one + skipped, step=old.step + one, skipped_in_a_row=in_a_row)
-        scale = jax.tree.map(
-            lambda new, now: jnp.where(done, new, now), self.precision.adjust(state.scale, out["bad"] == 0), state.scale
-        )
-        record = self.record(state, out, counters, applied, done, bad_leaf, names)
+        told = done & (applied | (out["bad"] > 0))  # a window without any weight says nothing about the scale
+        adjusted = self.precision.adjust(state.scale, out["bad"] == 0)
+        scale = jax.tree.map(lambda new, now: jnp.where(told, new, now), adjusted, state.scale)
+        record = self.record(state, out, counters, applied, done, names)
         model_state, start = state.model_state, state.start
         if start is not None:
             undo = done & ~applied
@@ -206,7 +217,7 @@ class Recipe:
 
     def record(
         self, state: TrainState, out: Mapping[str, Any], counters: Counters, applied: jax.Array, done: jax.Array,
-        bad_leaf: jax.Array, names: Sequence[str],
+        names: Sequence[str],
     ) -> StepMetrics:  # fmt: skip
         values = {
             "loss": jnp.where(applied, out["total"] / out["weight"], jnp.nan),
@@ -221,30 +232,47 @@ class Recipe:
         values |= dict(zip(names, own[:, 0] / jnp.where(own[:, 1] > 0, own[:, 1], jnp.nan), strict=True))
         counts = {name: getattr(counters, name) for name in ("micro_step", "window", "step", "skipped_in_a_row")}
         high, low = jax.lax.bitcast_convert_type(counters.tokens, jnp.int32)
+        bad_leaf = out["bad_leaf"].astype(jnp.int32) - 1
         counts |= {"bad_leaf": bad_leaf, "window_done": done.astype(jnp.int32), "tokens_high": high, "tokens_low": low}
         return StepMetrics(
             jnp.stack(list(values.values())), jnp.stack(list(counts.values())), tuple(values), tuple(counts)
         )
 
 
-def _sums(grads: Any, weight: Any, bad: Any, total: Any, metrics: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
-    """The tree that accumulates over a window; the loss function's metrics as one float32 [_MAX_METRICS, 2]."""
+def _sums(
+    grads: Any, weight: Any, bad: Any, total: Any, metrics: Mapping[str, tuple[Any, Any]], first_bad: Any
+) -> dict[str, Any]:
+    """The tree that accumulates over a window; the loss function's metrics as one float32 [_MAX_METRICS, 2].
+
+    ``first_bad`` is the index of the window's first bad leaf + 1, given once; 0 adds nothing.
+    """
     packed = jnp.zeros((_MAX_METRICS, 2), jnp.float32)
     if metrics:
         packed = packed.at[: len(metrics)].set(jnp.stack([jnp.stack(metrics[name]) for name in sorted(metrics)]))
-    return {"grads": grads, "weight": weight, "bad": bad, "total": total, "metrics": packed}
+    return {"grads": grads, "weight": weight, "bad": bad, "total": total, "metrics": packed, "bad_leaf": first_bad}
+
+
+def _strong(x: jax.Array) -> jax.Array:
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jax.lax.convert_element_type(x, x.dtype)
+
+
+def _row_major(x: jax.Array) -> jax.Array:
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if x.ndim > 1 else x
 
 
 def _floats(tree: Any) -> list[jax.Array]:
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
-def _check_loss(loss: Any, model_state: Any) -> None:
+def _check_loss(loss: Any, model_state: Any, taken: set[str]) -> None:
     if not isinstance(loss, Loss):
         raise TypeError(
             f"loss_fn returned {type(loss).__name__}; return jaxtrain.step.Loss(total, weight), or wrap a function "
             "that returns a scalar with jaxtrain.adapters.plain."
         )
+    for name, pair in loss.metrics.items():
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(f"loss_fn: metrics[{name!r}] is {type(pair).__name__}; give a pair (sum, weight).")
     scalars = {"total": loss.total, "weight": loss.weight}
     scalars |= {f"metrics[{n!r}][{i}]": pair[i] for n, pair in loss.metrics.items() for i in (0, 1)}
     for name, x in scalars.items():
@@ -253,6 +281,9 @@ def _check_loss(loss: Any, model_state: Any) -> None:
                 f"loss_fn: {name} is {jnp.asarray(x).dtype}{list(jnp.shape(x))}; it must be a float32 scalar: the "
                 "SUM over valid items (weight: how many)."
             )
+    clash = sorted(taken & set(loss.metrics))
+    if clash:
+        raise ValueError(f"loss_fn: metrics named {', '.join(clash)} are the step's own; choose other names.")
     if len(loss.metrics) > _MAX_METRICS:
         raise TypeError(f"loss_fn: {len(loss.metrics)} metrics; at most {_MAX_METRICS} are carried.")
     if loss.stats is not None:

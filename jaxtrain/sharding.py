@@ -93,7 +93,7 @@ def like_params(abstract: Any, params: Mapping | Any, shardings: Any, mesh: Mesh
 
     def one(path: tuple[Any, ...], x: Any) -> NamedSharding:
         parts = paths.name(path).split("/")
-        for start in range(len(parts)):
+        for start in range(len(parts) + 1):  # the last: parameters that are one bare array have the empty name
             shape, sharding = known.get("/".join(parts[start:]), (None, None))
             if shape == x.shape:
                 return sharding

@@ -18,7 +18,7 @@ from jaxtrain import optim, paths, rng, sharding
 from jaxtrain.losses import Loss
 from jaxtrain.optim import MultiSteps, Skip
 from jaxtrain.precision import Precision
-from jaxtrain.recipe import Contribution, Recipe, StepMetrics, relaxed
+from jaxtrain.recipe import BUILTIN, Contribution, Recipe, StepMetrics, relaxed
 from jaxtrain.sharding import DEFAULT_RULES, Rules
 from jaxtrain.state import Snapshot, TrainState, Variables, View
 
@@ -86,6 +86,15 @@ def build_train_step(
     for name, leaf in paths.named_leaves(variables.params).items():
         if leaf.dtype != jnp.float32:
             raise ValueError(f"{name}: parameters are float32 masters, got {leaf.dtype}; other state is model_state.")
+    if clip_norm is not None and not 0 < clip_norm < math.inf:
+        raise ValueError(f"clip_norm={clip_norm}: give a positive bound, or None for no clipping.")
+    if ema is not None and not 0 <= ema < 1:
+        raise ValueError(f"ema={ema}: the decay of the average is at least 0 and below 1.")
+    if isinstance(batch_axes, str):
+        raise ValueError(f"batch_axes={batch_axes!r}: give a sequence of axis names, ({batch_axes!r},).")
+    clash = sorted(set(BUILTIN) & set(report or ()))
+    if clash:
+        raise ValueError(f"report: {', '.join(clash)} are the step's own names; choose others.")
     update = optim.window_update(optimizer, clip_norm, nonfinite)
     recipe = Recipe(
         loss_fn=loss_fn, init_fn=init_fn, update=update, single=accumulation.k == 1,
@@ -142,14 +151,14 @@ class Program:
             count("resume", recipe.resume), in_shardings=(snapshots,), out_shardings=states, donate_argnums=0
         )
         self._step = jit(
-            count("step", self._same_state(recipe.step)),
+            count("step", self._with_names(recipe.step)),
             in_shardings=(states, batches), out_shardings=(states, whole), donate_argnums=0,
         )  # fmt: skip
         self._grads = jit(
             count("grads", recipe.contribution), in_shardings=(views, batches, whole), out_shardings=contributions
         )
         self._apply = jit(
-            count("apply", self._same_state(recipe.apply)),
+            count("apply", self._with_names(recipe.apply)),
             in_shardings=(states, contributions), out_shardings=(states, whole), donate_argnums=0,
         )  # fmt: skip
         self._flush = jit(
@@ -177,6 +186,10 @@ class Program:
         wrong = paths.differences(self.abstract_state.params, params)
         if wrong:
             raise ValueError("init: the given parameters do not fit:\n  " + "\n  ".join(wrong))
+        named = paths.named_leaves(params)  # containers may be others than init_fn's
+        params = jax.tree.unflatten(
+            jax.tree.structure(self.abstract_state.params), [named[name] for name in self.leaf_names]
+        )
         placed = jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state.params))
         with relaxed():
             model_state = jax.jit(lambda k: self._recipe.init_fn(k).model_state)(key)
@@ -187,18 +200,16 @@ class Program:
 
         Args:
             batch: pytree of arrays, every leaf ``[B, ...]`` with the GLOBAL micro-batch size ``B``; see
-                ``batch_struct`` for its sharding. NumPy arrays are placed by jit (one process only).
+                ``batch_struct`` for its sharding. NumPy arrays are put on the devices (one process only).
 
         Raises:
             ValueError: ``B`` does not divide by the devices that split it.
         """
-        self._check_batch(batch)
-        return self._step(state, batch)
+        return self._step(state, self._placed(batch))
 
     def grads(self, view: View, batch: Any, index: jax.typing.ArrayLike) -> Contribution:
         """What micro-batch number ``index`` (int) adds to its window; nothing is donated."""
-        self._check_batch(batch)
-        return self._grads(view, batch, jnp.int32(index))
+        return self._grads(view, self._placed(batch), jnp.int32(index))
 
     def apply(self, state: TrainState, contribution: Contribution) -> tuple[TrainState, StepMetrics]:
         """Take a contribution in; ``step(state, batch)`` is ``apply(state, grads(view, batch, micro_step))``, exactly.
@@ -236,8 +247,7 @@ class Program:
 
         Add the pairs of all batches, then divide: padding rows of weight 0 count for nothing.
         """
-        self._check_batch(batch)
-        return self._evaluate(view, batch)
+        return self._evaluate(view, self._placed(batch))
 
     def check(self, record: Mapping[str, Any]) -> None:
         """Stop a run that only skips. ``record`` is ``StepMetrics.to_host()``.
@@ -283,7 +293,10 @@ class Program:
     def batch_struct(self, example: Any) -> Any:
         """``ShapeDtypeStruct`` with shardings for a batch like ``example`` (arrays or structs of GLOBAL shapes)."""
         self._check_batch(example)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.batch_sharding), example)
+        dtype = jax.dtypes.canonicalize_dtype  # NumPy's int64 and float64 arrive as 32 bits
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, dtype(x.dtype), sharding=self.batch_sharding), example
+        )
 
     def lower(self, batch_struct: Any) -> jax.stages.Lowered:
         """The step lowered for its abstract state and a batch: for planning and inspection, without any array."""
@@ -291,8 +304,14 @@ class Program:
 
     # ---- checks -------------------------------------------------------------------------------------------------
 
+    def _placed(self, batch: Any) -> Any:
+        """The batch on its devices: host arrays are put there, so that both kinds share one compilation."""
+        self._check_batch(batch)
+        put = lambda x: x if getattr(x, "committed", False) else jax.device_put(x, self.batch_sharding)  # noqa: E731
+        return jax.tree.map(put, batch)
+
     def _check_batch(self, batch: Any) -> None:
-        shapes = tuple(leaf.shape for leaf in jax.tree.leaves(batch))
+        shapes = tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(batch))
         if shapes in self._known_batches:
             return
         shards = sharding.axes_size(self.mesh, self._batch_axes)
@@ -317,21 +336,14 @@ class Program:
 
         return counted
 
-    def _same_state(self, function: Callable) -> Callable:
-        """Refuse, at the trace, an update whose state has other shapes or dtypes: it could not be donated."""
+    def _with_names(self, function: Callable) -> Callable:
+        """Note, at the trace, which metrics are the loss function's: ``flush`` has no loss to ask."""
 
         @functools.wraps(function)
-        def same(state: TrainState, other: Any) -> tuple[TrainState, StepMetrics]:
+        def noted(state: TrainState, other: Any) -> tuple[TrainState, StepMetrics]:
             new, metrics = function(state, other)
-            wrong = paths.differences(state, new)
-            if wrong:
-                lost = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
-                raise ValueError(
-                    f"the optimizer changes the state's shapes or dtypes, so {lost} bytes could not be donated:\n  "
-                    + "\n  ".join(wrong)
-                )
-            known = ("loss", "weight", "grad_norm", "grad_norm_clipped", "loss_scale", *self._recipe.report)
+            known = (*BUILTIN, *self._recipe.report)
             self._metric_names = tuple(name for name in metrics.value_names if name not in known)
             return new, metrics
 
-        return same
+        return noted

@@ -80,6 +80,8 @@ def read_config(path: str | pathlib.Path) -> ConfigDict:
         ) from None
     except ValueError as error:
         raise ConfigError(f"{file} is not JSON ({error}); put it back, or use another --workdir.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file} is no config but {type(values).__name__}; put it back, or use another --workdir.")
     config = config_lib.default()
     for name, value in config_lib.flat(values).items():
         config_lib.assign(config, name, tuple(value) if isinstance(value, list) else value)

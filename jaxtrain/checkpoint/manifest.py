@@ -24,10 +24,11 @@ def write(directory: pathlib.Path) -> None:
 def problem(directory: pathlib.Path) -> str | None:
     """Why the checkpoint in ``directory`` is not whole, as ``"<file>: <reason>"``; None: every byte is as written."""
     try:
-        wanted = json.loads((directory / NAME).read_text())["files"]
+        files = json.loads((directory / NAME).read_text())["files"]
+        wanted = {name: (int(size), int(crc)) for name, (size, crc) in files.items()}
     except FileNotFoundError:
         return f"{NAME}: missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{NAME}: unreadable ({error})"
     found = set(_files(directory))
     for name in sorted(found | set(wanted)):

@@ -4,6 +4,8 @@ Layout: ``<step>/{state, host_state, data, MANIFEST.json, _CHECKPOINT_METADATA}`
 directory has its final name (Orbax's rename), and believed when its manifest proves every file.
 """
 
+import json
+import os
 import pathlib
 import shutil
 import warnings
@@ -45,21 +47,20 @@ class Checkpoints:
     Args:
         directory: holds one subdirectory a step; made at the first save.
         keep_last: how many of the newest are kept.
+        read_only: for another process than the one that trains: damaged checkpoints are passed over where they lie.
     """
 
-    def __init__(self, directory: str | pathlib.Path, *, keep_last: int = 3) -> None:
+    def __init__(self, directory: str | pathlib.Path, *, keep_last: int = 3, read_only: bool = False) -> None:
         if "://" in str(directory):
             raise CheckpointError(f"checkpoints: {directory} is not a local path; object stores are not available yet.")
         self.directory = pathlib.Path(directory).absolute()
-        self._keep_last = keep_last
+        self._keep_last, self._read_only = keep_last, read_only
         self._saving: int | None = None
         self._manager: ocp.CheckpointManager | None = None
 
     def steps(self) -> list[int]:
         """Steps whose commit is complete, ascending: a fresh look at the directory."""
-        if not self.directory.is_dir():
-            return []
-        return sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdecimal() and any(p.iterdir()))
+        return sorted(int(path.name) for path in self._listed() if _filled(path))
 
     def latest_verified(self) -> int | None:
         """The newest step that proves whole, or None.
@@ -70,6 +71,9 @@ class Checkpoints:
             reason = self.problem(step)
             if reason is None:
                 return step
+            if self._read_only or not self._path(step).is_dir():  # gone: retired meanwhile by the process that trains
+                warnings.warn(f"checkpoint {step} in {self.directory} is passed over: {reason}.", stacklevel=2)
+                continue
             aside = self._path(step).with_name(f"{step}{_DAMAGED}")
             number = 1
             while aside.exists():
@@ -98,13 +102,15 @@ class Checkpoints:
         Raises:
             CheckpointError: this save could not begin, or the one before failed.
         """
+        if self._read_only:
+            raise CheckpointError(f"checkpoints in {self.directory} were opened read-only; nothing is saved.")
         self.wait()
         if step in self.steps():
             return False
         tree = {name: f"{x.dtype}{list(x.shape)}" for name, x in paths.named_leaves(snapshot).items()}
         args = ocp.args.Composite(
             state=ocp.args.StandardSave(snapshot),
-            host_state=ocp.args.JsonSave({"format": FORMAT, "tree": tree, **host_state}),
+            host_state=ocp.args.JsonSave({**host_state, "format": FORMAT, "tree": tree}),
             data=ocp.args.JsonSave(dict(data)),
         )
         self._saving = step
@@ -117,11 +123,8 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raise CheckpointError where the save behind has failed; cheap, for every step."""
-        if self._manager is not None and self._saving is not None:
-            try:
-                self._manager.check_for_errors()
-            except Exception as error:
-                raise self._failed(error) from error
+        if self._manager is not None and self._saving is not None and not self._manager.is_saving_in_progress():
+            self.wait()  # Orbax's check_for_errors never raises: its own thread takes the error first
 
     def wait(self) -> None:
         """Until the save behind is committed; raises CheckpointError where it failed."""
@@ -155,10 +158,13 @@ class Checkpoints:
         if wrong:
             raise MismatchError(f"checkpoint {path} holds another state (saved -> wanted):\n  " + "\n  ".join(wrong))
         try:
-            restored = self._open().restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
+            with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+                snapshot = reader.restore(path / "state", args=ocp.args.StandardRestore(target))
+        except ValueError as error:
+            raise MismatchError(f"checkpoint {path} holds another state: {error}") from error
         except Exception as error:
             raise CheckpointError(f"checkpoint {path} could not be restored: {error}") from error
-        return Restored(program.resume(restored["state"]), host_state, self._json(step, "data"))
+        return Restored(program.resume(snapshot), host_state, self._json(step, "data"))
 
     def host_state(self, step: int) -> dict[str, Any]:
         """What ``save`` was given beside the arrays, without reading these."""
@@ -172,15 +178,25 @@ class Checkpoints:
             self._close_manager()
 
     def _path(self, step: int) -> pathlib.Path:
-        named = [p for p in self.directory.iterdir() if p.name.isdecimal() and int(p.name) == step]
+        named = [path for path in self._listed() if int(path.name) == step]  # a name may have leading zeros
         return named[0] if named else self.directory / str(step)
 
+    def _listed(self) -> list[pathlib.Path]:
+        """Directories named like steps."""
+        try:
+            return [path for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir()]
+        except FileNotFoundError:
+            return []
+
     def _json(self, step: int, item: str) -> dict[str, Any]:
-        return self._open().restore(step, args=ocp.args.Composite(**{item: ocp.args.JsonRestore()}))[item]
+        return json.loads((self._path(step) / item / "metadata").read_text())
 
     def _open(self) -> ocp.CheckpointManager:
         if self._manager is None:
             self.directory.mkdir(parents=True, exist_ok=True)
+            for path in self._listed():
+                if not _filled(path):  # Orbax would count it as a step
+                    path.rmdir()
             options = ocp.CheckpointManagerOptions(
                 preservation_policy=checkpoint_managers.LatestN(self._keep_last),
                 cleanup_tmp_directories=True,
@@ -221,3 +237,10 @@ class Checkpoints:
                 manager.close()
             except Exception as error:  # the save's own error was or will be raised; this one must not mask it
                 warnings.warn(f"closing the checkpoints in {self.directory}: {error}", stacklevel=2)
+
+
+def _filled(path: pathlib.Path) -> bool:
+    try:
+        return bool(os.listdir(path))
+    except FileNotFoundError:  # retired between two looks
+        return False

@@ -251,7 +251,7 @@ def _held_out(names: Sequence[str], fraction: float) -> list[bool]:
     if len(names) < 2:
         raise ValueError(
             f"the corpus is one document ({names[0]}), which cannot be split by document: "
-            "add a second file to data.paths, or set data.held_out_fraction=0"
+            "add a second file to data.paths, or cut this one in two"
         )
     hashes = [zlib.crc32(os.fsencode(name)) for name in names]
     held_out = [value < fraction * 2**32 for value in hashes]
