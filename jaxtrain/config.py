@@ -83,7 +83,7 @@ KEYS: dict[str, Key] = {
     "optim.weight_decay": Key(0.0, "adamw: decoupled; not on biases and norm scales", low=0.0),
     "optim.momentum": Key(0.0, "sgd", low=0.0, high=1.0),
     "optim.clip_norm": Key(1.0, "bound of the global gradient norm; 0: none", low=0.0),
-    "optim.ema": Key(0.0, "decay of the parameter average, in steps; 0: none", low=0.0, high=1.0),
+    "optim.ema": Key(0.0, "decay of the parameter average, in steps; 0: none", low=0.0, high=1 - 1e-6),
     "precision.compute": Key(
         "bfloat16", "compute dtype; masters are float32", choices=("bfloat16", "float32", "float16")
     ),

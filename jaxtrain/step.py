@@ -307,7 +307,11 @@ class Program:
     def _placed(self, batch: Any) -> Any:
         """The batch on its devices: host arrays are put there, so that both kinds share one compilation."""
         self._check_batch(batch)
-        put = lambda x: x if getattr(x, "committed", False) else jax.device_put(x, self.batch_sharding)  # noqa: E731
+
+        def put(x: Any) -> Any:
+            there = isinstance(x, jax.core.Tracer) or getattr(x, "committed", False)
+            return x if there else jax.device_put(x, self.batch_sharding)
+
         return jax.tree.map(put, batch)
 
     def _check_batch(self, batch: Any) -> None:

@@ -22,6 +22,7 @@ from jaxtrain.assemble import assemble
 from jaxtrain.checkpoint.store import Checkpoints
 from jaxtrain.workdir import read_config
 
+pytestmark = pytest.mark.xdist_group("end_to_end")  # its fixtures are dear: one worker for the file
 LIMIT_S = 120
 STEPS = 150
 

@@ -13,6 +13,7 @@ from test_loop import lines, session_cache, steps_saved, write_corpus
 
 from jaxtrain.checkpoint.store import Checkpoints
 
+pytestmark = pytest.mark.xdist_group("kill")  # its fixtures are dear: one worker for the file
 STEPS, SAVE, EVAL = 60, 5, 7
 
 

@@ -38,6 +38,7 @@ from jaxtrain.prefetch import DevicePrefetch
 from jaxtrain.step import NonFiniteError
 from jaxtrain.workdir import Workdir
 
+pytestmark = pytest.mark.xdist_group("loop")  # its fixtures are dear: one worker for the file
 ROWS, LENGTH = 4, 32
 TINY = {
     "steps": "6", "log_every_steps": "1", "data.held_out_fraction": "0.3", "data.micro_batch_size": str(ROWS),

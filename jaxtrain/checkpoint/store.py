@@ -71,7 +71,9 @@ class Checkpoints:
             reason = self.problem(step)
             if reason is None:
                 return step
-            if self._read_only or not self._path(step).is_dir():  # gone: retired meanwhile by the process that trains
+            if not self._path(step).is_dir():
+                continue  # retired meanwhile by the process that trains
+            if self._read_only:
                 warnings.warn(f"checkpoint {step} in {self.directory} is passed over: {reason}.", stacklevel=2)
                 continue
             aside = self._path(step).with_name(f"{step}{_DAMAGED}")
@@ -185,7 +187,7 @@ class Checkpoints:
         """Directories named like steps."""
         try:
             return [path for path in self.directory.iterdir() if path.name.isdecimal() and path.is_dir()]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def _json(self, step: int, item: str) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def test_no_side_is_empty_from_two_documents_on(tmp_path, fraction):
 
 def test_one_document_cannot_be_split(tmp_path):
     write(tmp_path, {"only.txt": "x"})
-    with pytest.raises(ValueError, match=r"one document \(only\.txt\).*add a second file.*held_out_fraction=0"):
+    with pytest.raises(ValueError, match=r"one document \(only\.txt\).*add a second file"):
         load_text(tmp_path)
     corpus = load_text(tmp_path, held_out_fraction=0)
     assert (corpus.train.size, corpus.held_out.size) == (2, 0)
