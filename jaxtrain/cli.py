@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         overrides, rest = _split(argv)
         arguments = parser.parse_args(rest)
+        arguments.line = shlex.join(["jaxtrain", *argv])
         return arguments.run(arguments, overrides)
     except ConfigError as error:
         print(f"jaxtrain: {error}", file=sys.stderr)
@@ -133,26 +134,23 @@ def _train(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
     config = load_config(arguments.config, overrides)
     workdir = Workdir(arguments.workdir)
     try:
-        return _train_in(workdir, config)
+        return _train_in(workdir, config, arguments.line)
     finally:
         workdir.close()
 
 
-def _train_in(workdir: Workdir, config: ConfigDict) -> int:
+def _train_in(workdir: Workdir, config: ConfigDict, line: str) -> int:
     from jaxtrain import loop, report  # heavy: only commands that compute load jax
 
     _set_up_jax(config)
-    workdir.keep(config)
+    workdir.check(config)
     experiment = _assembled(config)
-    for line in experiment.describe():
-        print(line, flush=True)
+    for text in experiment.describe():
+        print(text, flush=True)
     outcome = loop.train(experiment, workdir)
     if not outcome.finished:
-        again = shlex.join(["jaxtrain", *sys.argv[1:]])
-        print(
-            f"{outcome.stopped_by}: stopped at step {outcome.step}, which is saved. "
-            f"Go on with the same line:\n  {again}"
-        )
+        where = f"at step {outcome.step}, which is saved" if outcome.saved else "before a step was finished"
+        print(f"{outcome.stopped_by}: stopped {where}. Go on with the same line:\n  {line}")
         return STOPPED
     report.finish(experiment, workdir.path, outcome)
     return DONE

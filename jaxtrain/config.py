@@ -269,6 +269,15 @@ def _one_free_axis(c: ConfigDict) -> None:
         raise ConfigError(f"config: {text}: sizes are 1 or more, and at most one is -1 (all devices left).")
 
 
+def _prompt_fits(c: ConfigDict) -> None:
+    room = c.model.max_length - 2  # the document's start before the prompt, one new token behind it
+    if c.sample.tokens and len(c.sample.prompt.encode()) > room:
+        raise ConfigError(
+            f"config: sample.prompt has {len(c.sample.prompt.encode())} bytes; with model.max_length="
+            f"{c.model.max_length} there is room for {room}; shorten it, or set sample.tokens=0."
+        )
+
+
 def _mechanism_is_here(c: ConfigDict) -> None:
     if c.accumulation.mechanism != "multisteps":
         raise ConfigError(
@@ -277,5 +286,5 @@ def _mechanism_is_here(c: ConfigDict) -> None:
 
 
 _CROSS_CHECKS: Sequence[Callable[[ConfigDict], None]] = (
-    _sequence_fits, _schedule_fits, _one_free_axis, _mechanism_is_here,
+    _sequence_fits, _schedule_fits, _one_free_axis, _prompt_fits, _mechanism_is_here,
 )  # fmt: skip

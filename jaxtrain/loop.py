@@ -28,12 +28,14 @@ class Outcome:
     """How a call of ``train`` ended.
 
     Attributes:
-        state: the last state. step: updates applied. finished: False where it was asked to stop (``stopped_by``).
+        state: the last state. step: updates applied. saved: whether that step has a checkpoint.
+        finished: False where it was asked to stop (``stopped_by``).
         evaluation: of the last step, see ``evaluate``; None where the run did not finish.
     """
 
     state: TrainState
     step: int
+    saved: bool
     finished: bool
     stopped_by: str | None
     evaluation: dict[str, float] | None
@@ -57,15 +59,19 @@ def train(
         ConfigError: the newest checkpoint was made from other data.
     """
     config, program = experiment.config, experiment.program
-    workdir.keep(config)
+    workdir.check(config)
     with contextlib.ExitStack() as stack:
         preemption = stack.enter_context(Preemption())
-        goodput = Goodput(workdir.path / "goodput.json")
-        stack.callback(goodput.save)
         checkpoints = Checkpoints(workdir.path / "checkpoints", keep_last=config.checkpoint.keep_last)
         stack.push(lambda kind, *_: _close(checkpoints, kind))
+        newest = checkpoints.latest_verified()
+        if newest is not None:
+            _same_text(experiment, checkpoints, newest)  # the last refusal: from here on the workdir is written
+        workdir.keep(config)
+        goodput = Goodput(workdir.path / "goodput.json")
+        stack.callback(goodput.save)
         with goodput.phase(Phase.RESTORE):
-            state, start = _start(experiment, checkpoints)
+            state, start = _start(experiment, checkpoints, newest)
         journal = stack.enter_context(Journal(experiment, workdir, goodput, start, callbacks, stream))
         if start["window"]:
             journal.say(f"restored step {start['step']}: sample {start['sample_index']:,} is next")
@@ -123,27 +129,30 @@ def train(
         with goodput.phase(Phase.CHECKPOINT):
             checkpoints.wait()
         journal.end(finished)
-        return Outcome(state, journal.step, finished, None if finished else preemption.requested, evaluation)
+        saved = journal.step in checkpoints.steps()
+        return Outcome(state, journal.step, saved, finished, None if finished else preemption.requested, evaluation)
 
 
 def _due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
 
 
-def _start(experiment: Experiment, checkpoints: Checkpoints) -> tuple[TrainState, dict[str, int]]:
+def _same_text(experiment: Experiment, checkpoints: Checkpoints, step: int) -> None:
+    was, now = checkpoints.data(step)["fingerprint"], experiment.corpus.fingerprint
+    if was != now:
+        raise ConfigError(
+            f"the text has changed since checkpoint {step} was saved (fingerprint {was[:12]} then, {now[:12]} now); "
+            "put it back, or start in another --workdir."
+        )
+
+
+def _start(experiment: Experiment, checkpoints: Checkpoints, newest: int | None) -> tuple[TrainState, dict[str, int]]:
     """The newest verified state, or a new one; with the host's counts at that point."""
     program, config = experiment.program, experiment.config
-    newest = checkpoints.latest_verified()
     if newest is None:
         host_state.seed_generators(config.seed)
         return program.init(), {"window": 0, "step": 0, "micro_step": 0, "tokens": 0, "sample_index": 0}
     restored = checkpoints.restore(program, newest)
-    was, now = restored.data["fingerprint"], experiment.corpus.fingerprint
-    if was != now:
-        raise ConfigError(
-            f"the text has changed since checkpoint {newest} was saved (fingerprint {was[:12]} then, {now[:12]} now); "
-            "put it back, or start in another --workdir."
-        )
     host_state.apply(restored.host_state["generators"])
     counts = restored.host_state["counts"] | {"sample_index": restored.data["sample_index"]}
     return restored.state, counts

@@ -40,25 +40,33 @@ def finish(experiment: Experiment, workdir: pathlib.Path, outcome: Outcome, stre
     say(f"\nloss curve   {picture}\ncheckpoints  {workdir / 'checkpoints'}\ngoodput      {workdir / 'goodput.json'}")
     c = config.sample
     if c.tokens:
+        tokens = min(c.tokens, _room(experiment, c.prompt))
         shown = sample_text(experiment, outcome.state, c.prompt, c.tokens, c.temperature, config.seed)
-        say(f"\na sample of {c.tokens} tokens:\n" + "\n".join("  | " + line for line in shown.splitlines()))
+        say(f"\na sample of {tokens} tokens:\n" + "\n".join("  | " + line for line in shown.split("\n")))
     say(f"\nnext: jaxtrain sample --workdir={shlex.quote(str(workdir))} --prompt='class '")
 
 
 def sample_text(
     experiment: Experiment, state: TrainState, prompt: str, tokens: int, temperature: float, seed: int
 ) -> str:
-    """``prompt`` and what the model makes of it, up to ``tokens`` more bytes or the end of the document.
+    """``prompt`` and what the model makes of it: up to ``tokens`` more bytes, as many as fit, or the document's end.
+
+    Control characters come as escapes, so that printing it cannot disturb a terminal.
 
     Raises:
-        ValueError: prompt and tokens are longer than the model's ``max_length``.
+        ValueError: the prompt alone fills the model's ``max_length``.
     """
     view = experiment.program.view(state, copy=False, ema=state.ema is not None)
     module = experiment.module(view.params, view.model_state)
     ids = [text.DOCUMENT_START, *prompt.encode()]
     key = rng.key(seed, "sample")
-    longest = experiment.config.model.max_length - len(ids)
-    new = sample(module, ids, max_new_tokens=min(tokens, max(longest, 1)), key=key, temperature=temperature)
+    fitting = min(tokens, max(_room(experiment, prompt), 1))
+    new = sample(module, ids, max_new_tokens=fitting, key=key, temperature=temperature)
     made = jax.device_get(new)[len(ids) :].tolist()
     end = next((i for i, token in enumerate(made) if token >= text.DOCUMENT_START), len(made))
-    return prompt + bytes(made[:end]).decode(errors="replace")
+    shown = prompt + bytes(made[:end]).decode(errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in shown)
+
+
+def _room(experiment: Experiment, prompt: str) -> int:
+    return experiment.config.model.max_length - 1 - len(prompt.encode())

@@ -22,6 +22,8 @@ class Workdir:
     """
 
     def __init__(self, path: str | pathlib.Path) -> None:
+        if "://" in str(path):
+            raise ConfigError(f"workdir {path} is in an object store, which is not available yet; give a directory.")
         self.path = pathlib.Path(path).expanduser().absolute()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -36,8 +38,8 @@ class Workdir:
                 f"workdir {self.path} is in use by another process; wait for it or choose another."
             ) from None
 
-    def keep(self, config: ConfigDict) -> None:
-        """Write ``config.json``, or hold ``config`` (resolved) against the one that is there.
+    def check(self, config: ConfigDict) -> None:
+        """Hold ``config`` (resolved) against the ``config.json`` that is there, if there is one; writes nothing.
 
         Raises:
             ConfigError: the directory holds another experiment; each key that differs is listed.
@@ -51,6 +53,10 @@ class Workdir:
                     + "\nuse another --workdir, "
                     "or put these values back; what a run may change in mid-course is marked in: jaxtrain config show"
                 )
+
+    def keep(self, config: ConfigDict) -> None:
+        """Write ``config.json``, after the same ``check``."""
+        self.check(config)
         temporary = self.path / "config.json.tmp"
         with open(temporary, "w") as out:
             json.dump(config.to_dict(), out, indent=2)

@@ -56,6 +56,7 @@ class Checkpoints:
         self.directory = pathlib.Path(directory).absolute()
         self._keep_last, self._read_only = keep_last, read_only
         self._saving: int | None = None
+        self._proved: int | None = None
         self._manager: ocp.CheckpointManager | None = None
 
     def steps(self) -> list[int]:
@@ -70,6 +71,7 @@ class Checkpoints:
         for step in reversed(self.steps()):
             reason = self.problem(step)
             if reason is None:
+                self._proved = step
                 return step
             if not self._path(step).is_dir():
                 continue  # retired meanwhile by the process that trains
@@ -146,7 +148,9 @@ class Checkpoints:
             MismatchError: names, shapes, dtypes or the format differ. CheckpointError: it is damaged or missing.
         """
         path = self._path(step)
-        reason = self.problem(step) if path.is_dir() else "no such directory"
+        reason = None
+        if step != self._proved:  # latest_verified has just read all of it
+            reason = self.problem(step) if path.is_dir() else "no such directory"
         if reason is not None:
             raise CheckpointError(f"checkpoint {step} in {self.directory} cannot be restored: {reason}.")
         host_state = self._json(step, "host_state")
@@ -168,9 +172,9 @@ class Checkpoints:
             raise CheckpointError(f"checkpoint {path} could not be restored: {error}") from error
         return Restored(program.resume(snapshot), host_state, self._json(step, "data"))
 
-    def host_state(self, step: int) -> dict[str, Any]:
-        """What ``save`` was given beside the arrays, without reading these."""
-        return self._json(step, "host_state")
+    def data(self, step: int) -> dict[str, Any]:
+        """What ``save`` was given as ``data``, without reading the arrays."""
+        return self._json(step, "data")
 
     def close(self) -> None:
         """Wait for the last save and end Orbax's threads; raises CheckpointError where that save failed."""

@@ -281,7 +281,7 @@ def test_CKPT_10_a_zero_padded_name_is_a_step_like_any_other(two_steps, tmp_path
     assert checkpoints.steps() == [500, 900000]
     assert checkpoints.latest_verified() == 900000
     assert value(checkpoints, 900000) == 10.0
-    assert checkpoints.host_state(900000)["counts"] == {"step": 3}
+    assert checkpoints.data(900000) == DATA
 
 
 def test_an_empty_directory_with_a_number_is_no_checkpoint_and_in_nobodys_way(run_dir):
@@ -717,7 +717,7 @@ def test_CKPT_17_CKPT_01_CKPT_03_many_saves_then_a_full_disk_then_a_kill_in_the_
 # ---- a second process looks on -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("item", ["restore", "host_state"])
+@pytest.mark.parametrize("item", ["restore", "data"])
 def test_a_reader_leaves_a_save_in_flight_alone(run_dir, monkeypatch, item):
     """``jaxtrain eval`` and ``sample`` open the directory of a run that is training."""
     reached, go = threading.Event(), threading.Event()
@@ -738,7 +738,7 @@ def test_a_reader_leaves_a_save_in_flight_alone(run_dir, monkeypatch, item):
         if item == "restore":
             assert value(reader, 20) == 20.0
         else:
-            assert reader.host_state(20)["counts"] == {"step": 3}
+            assert reader.data(20) == DATA
         reader.close()
         assert {path.name: {f.relative_to(path) for f in files(path)} for path in run_dir.iterdir()} == before
     finally:
