@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 
 from jaxtrain import config as config_lib
 from jaxtrain.config import ConfigError
+from jaxtrain.progress import say
 from jaxtrain.workdir import Workdir, read_config
 
 DONE, BAD_INPUT, FAILED, STOPPED = 0, 2, 70, 75
@@ -146,11 +147,11 @@ def _train_in(workdir: Workdir, config: ConfigDict, line: str) -> int:
     workdir.check(config)
     experiment = _assembled(config)
     for text in experiment.describe():
-        print(text, flush=True)
+        say(text)
     outcome = loop.train(experiment, workdir)
     if not outcome.finished:
         where = f"at step {outcome.step}, which is saved" if outcome.saved else "before a step was finished"
-        print(f"{outcome.stopped_by}: stopped {where}. Go on with the same line:\n  {line}")
+        say(f"{outcome.stopped_by}: stopped {where}. Go on with the same line:\n  {line}")
         return STOPPED
     report.finish(experiment, workdir.path, outcome)
     return DONE
@@ -163,7 +164,8 @@ def _eval(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
     program = experiment.program
     result = evaluate(program, program.view(restored.state, copy=False), experiment.held_out)
     numbers = {name: value if math.isfinite(value) else None for name, value in result.items()}  # JSON has no NaN
-    print(json.dumps({"step": restored.host_state["counts"]["step"], **numbers}))
+    counts = restored.host_state["counts"]
+    say(json.dumps({"step": counts["step"], "micro_step": counts["micro_step"], **numbers}))
     return DONE
 
 
@@ -176,7 +178,7 @@ def _sample(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
     tokens = c.tokens if arguments.tokens is None else arguments.tokens
     temperature = c.temperature if arguments.temperature is None else arguments.temperature
     try:
-        print(report.sample_text(experiment, restored.state, prompt, tokens, temperature, arguments.seed))
+        say(report.sample_text(experiment, restored.state, prompt, tokens, temperature, arguments.seed))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return DONE
@@ -230,14 +232,14 @@ def _set_up_jax(config: ConfigDict) -> None:
 def _show(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
     config = load_config(arguments.config, overrides)
     if arguments.json:
-        print(json.dumps(config.to_dict(), indent=2))
+        say(json.dumps(config.to_dict(), indent=2))
         return DONE
     values = config_lib.flat(config)
     rows = [(name, str(values[name]), "*" if key.free else " ", key.help) for name, key in config_lib.KEYS.items()]
     widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
     for name, value, free, text in rows:
-        print(f"{name:<{widths[0]}}  {value:<{widths[1]}} {free} {text}")
-    print("* may change when a run goes on")
+        say(f"{name:<{widths[0]}}  {value:<{widths[1]}} {free} {text}")
+    say("* may change when a run goes on")
     return DONE
 
 
@@ -245,7 +247,7 @@ def _version(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
     from jaxtrain.checkpoint.host_state import platform_fingerprint  # heavy: loads NumPy
 
     for name, value in platform_fingerprint().items():
-        print(f"{name} {value}")
+        say(f"{name} {value}")
     return DONE
 
 

@@ -44,8 +44,14 @@ class Journal:
         self.window, self.step = start["window"], start["step"]
         self.micro_step, self.tokens = start["micro_step"], start["tokens"]
         self._goodput, self._config = goodput, experiment.config
+        lines = workdir.path / "metrics.jsonl"
+        former = metrics.read_jsonl(lines) if lines.exists() else []
+        goodput.rework(max((line["step"] for line in former), default=0))  # younger than what goodput.json knows
+        self._evaluated_step = max((line["step"] for line in former if "eval/loss" in line), default=None)
+        if self._evaluated_step is not None and self._evaluated_step > self.step:
+            self._evaluated_step = None
         self._trackers: list[metrics.Callback] = [
-            metrics.JsonlWriter(workdir.path / "metrics.jsonl", self.step),
+            metrics.JsonlWriter(lines, self.step, self.micro_step),
             metrics.TensorBoardWriter(workdir.path / "tensorboard", self.step),
             *callbacks,
         ]
@@ -58,6 +64,8 @@ class Journal:
         device = experiment.program.mesh.devices.flat[0]
         self._device_kind, self._devices = device.device_kind, experiment.program.mesh.size
         self._compiled = False
+        self._newest: dict[str, Any] | None = None
+        self._written = True
 
     def __enter__(self) -> "Journal":
         return self
@@ -101,8 +109,11 @@ class Journal:
             self.experiment.program.check(record)
 
     def log_last(self, record: dict[str, Any] | None) -> None:
-        """The last record of a run that ends by an exception, which this one must not replace."""
-        self._take(record, always=True)
+        """The last record of a run that ends by an exception, which nothing that happens here may replace."""
+        with contextlib.suppress(Exception):
+            self._take(record, always=True)
+            if not self._written and self._newest is not None:
+                self._write(self._newest)
 
     def _take(self, record: dict[str, Any] | None, always: bool) -> bool:
         if record is None or not record["window_done"]:
@@ -110,12 +121,17 @@ class Journal:
         self.window, self.step = record["window"], record["step"]
         self.micro_step, self.tokens = record["micro_step"], record["tokens"]
         self._goodput.reached(self.step)
+        self._newest, self._written = record, False
         if always or self.window % self._config.log_every_steps == 0 or record["skipped_in_a_row"]:
-            line = self._line(record)
-            for tracker in self._trackers:
-                tracker.on_log(line)
-            self._progress.update(line)
+            self._write(record)
         return True
+
+    def _write(self, record: dict[str, Any]) -> None:
+        line = self._line(record)
+        self._written = True
+        for tracker in self._trackers:
+            tracker.on_log(line)
+        self._progress.update(line)
 
     def _line(self, record: dict[str, Any]) -> dict[str, Any]:
         now = time.perf_counter()
@@ -147,9 +163,16 @@ class Journal:
             return None
 
     def evaluated(self, evaluation: dict[str, float] | None) -> None:
-        if evaluation is None:
+        """Tell an evaluation of the state as it is; None (abandoned) and one that is told already are not."""
+        if evaluation is None or self._evaluated_step == self.step:
             return
-        line = {"step": self.step, **evaluation, "time_s": self._before_s + time.perf_counter() - self._opened_s}
+        self._evaluated_step = self.step
+        line = {
+            "step": self.step,
+            "micro_step": self.micro_step,
+            **evaluation,
+            "time_s": self._before_s + time.perf_counter() - self._opened_s,
+        }
         for tracker in self._trackers:
             tracker.on_eval(line)
         self._progress.update(line)

@@ -71,10 +71,12 @@ def train(
         goodput = Goodput(workdir.path / "goodput.json")
         stack.callback(goodput.save)
         with goodput.phase(Phase.RESTORE):
-            state, start = _start(experiment, checkpoints, newest)
+            state, start, platform_changes = _start(experiment, checkpoints, newest)
         journal = stack.enter_context(Journal(experiment, workdir, goodput, start, callbacks, stream))
         if start["window"]:
             journal.say(f"restored step {start['step']}: sample {start['sample_index']:,} is next")
+            for change in platform_changes:
+                journal.say(f"not bit for bit as before: {change}")
         position = start["sample_index"]
         put = lambda batch: to_devices(batch, program.batch_sharding)  # noqa: E731
         feed = stack.enter_context(DevicePrefetch(experiment.batches.at(position), put))
@@ -102,7 +104,10 @@ def train(
         for window in range(start["window"], config.steps):
             for _ in range(program.accumulation.micro_batches(window)):
                 with goodput.phase(Phase.INPUT):
-                    batch, waited_s = next(feed)
+                    taken = feed.take(lambda: preemption.requested is not None)
+                if taken is None:
+                    break
+                batch, waited_s = taken
                 with journal.dispatch():
                     state, step_metrics = program.step(state, batch)
                     record = reader.push(step_metrics)
@@ -114,7 +119,9 @@ def train(
             done, stop = window + 1, preemption.requested is not None
             last = done == config.steps
             if stop or last or _due(done, config.eval.every_steps) or _due(done, config.checkpoint.every_steps):
-                journal.log(reader.drain(), always=last)
+                with goodput.phase(Phase.STEP):
+                    record = reader.drain()
+                journal.log(record, always=last)
             if not stop and (last or _due(done, config.eval.every_steps)):
                 evaluation = run_evaluation()
                 journal.evaluated(evaluation)
@@ -123,9 +130,11 @@ def train(
                 save()
             if stop:
                 break
-        finished = journal.window >= config.steps and preemption.requested is None
-        if finished and evaluation is None:  # all was done before this call
+        done = journal.window >= config.steps
+        if done and evaluation is None and preemption.requested is None:  # all was done before this call
             evaluation = run_evaluation()
+            journal.evaluated(evaluation)
+        finished = done and evaluation is not None and preemption.requested is None
         with goodput.phase(Phase.CHECKPOINT):
             checkpoints.wait()
         journal.end(finished)
@@ -146,16 +155,20 @@ def _same_text(experiment: Experiment, checkpoints: Checkpoints, step: int) -> N
         )
 
 
-def _start(experiment: Experiment, checkpoints: Checkpoints, newest: int | None) -> tuple[TrainState, dict[str, int]]:
-    """The newest verified state, or a new one; with the host's counts at that point."""
+def _start(
+    experiment: Experiment, checkpoints: Checkpoints, newest: int | None
+) -> tuple[TrainState, dict[str, int], list[str]]:
+    """The newest verified state, or a new one; the host's counts at that point; what is another platform than then."""
     program, config = experiment.program, experiment.config
     if newest is None:
         host_state.seed_generators(config.seed)
-        return program.init(), {"window": 0, "step": 0, "micro_step": 0, "tokens": 0, "sample_index": 0}
+        return program.init(), {"window": 0, "step": 0, "micro_step": 0, "tokens": 0, "sample_index": 0}, []
     restored = checkpoints.restore(program, newest)
     host_state.apply(restored.host_state["generators"])
     counts = restored.host_state["counts"] | {"sample_index": restored.data["sample_index"]}
-    return restored.state, counts
+    was, now = restored.host_state["platform"], host_state.platform_fingerprint()
+    changes = [f"{name} was {was.get(name)}, is {now[name]}" for name in now if was.get(name) != now[name]]
+    return restored.state, counts, changes
 
 
 def _host_state(journal: Journal) -> dict[str, Any]:

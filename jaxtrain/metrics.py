@@ -74,20 +74,21 @@ class JsonlWriter(CallbackBase):
 
     On opening, what a former attempt wrote beyond ``resume_step`` moves to ``metrics.attempt<N>.jsonl`` (the first
     unused N, from 1): every line for a fresh start (``None`` or 0), and always lines without a readable ``step``, such
-    as the torn last line of a killed attempt. Kept lines keep their bytes. A kill in the middle may leave lines in both
-    files, never in none.
+    as the torn last line of a killed attempt. ``resume_micro_step`` also moves the lines of windows that were skipped
+    after the resumed point, whose ``step`` is the same. Kept lines keep their bytes. A kill in the middle may leave
+    lines in both files, never in none.
 
     Raises TypeError for a value that is not a number (a jax array would mean a hidden wait for the device), ValueError
     for a record without an int ``step``, a negative ``resume_step`` or a closed writer, OSError when the disk refuses.
     """
 
-    def __init__(self, path: str | Path, resume_step: int | None):
+    def __init__(self, path: str | Path, resume_step: int | None, resume_micro_step: int | None = None):
         self.path = Path(path)
         self.set_aside: Path | None = None  # where this opening moved lines to, if it did
         _check_resume_step(resume_step)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
-            self.set_aside = _split_attempt(self.path, resume_step or 0)
+            self.set_aside = _split_attempt(self.path, resume_step or 0, resume_micro_step)
         self._file = self.path.open("ab")
 
     def on_log(self, record: Record) -> None:
@@ -205,14 +206,16 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
-def _split_attempt(path: Path, resume_step: int) -> Path | None:
-    """Moves the lines beyond ``resume_step`` out of ``path``; returns the file they went to."""
+def _split_attempt(path: Path, resume_step: int, resume_micro_step: int | None) -> Path | None:
+    """Moves the lines beyond the resumed point out of ``path``; returns the file they went to."""
     keep: list[bytes] = []
     move: list[bytes] = []
     with path.open("rb") as file:
         for line in file:
-            step = (_parse(line) or {}).get("step")
+            record = _parse(line) or {}
+            step, micro_step = record.get("step"), record.get("micro_step", 0)
             kept = resume_step > 0 and isinstance(step, int) and step <= resume_step
+            kept = kept and (resume_micro_step is None or micro_step <= resume_micro_step)
             (keep if kept else move).append(line)
     aside = None
     if move:  # first the copy, then the removal: a kill in between doubles lines and loses none

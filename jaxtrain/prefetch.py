@@ -19,6 +19,9 @@ from typing import Any
 import jax
 import numpy as np
 
+_STOPPED = object()
+_POLL_S = 0.1
+
 
 def to_devices(batch: Any, shardings: Any) -> Any:
     """Host arrays of this process -> global device arrays, with nothing shared between the two.
@@ -69,9 +72,16 @@ class DevicePrefetch:
         return self
 
     def __next__(self) -> tuple[Any, float]:
+        taken = self.take()
+        assert taken is not None
+        return taken
+
+    def take(self, stop: Callable[[], bool] = lambda: False) -> tuple[Any, float] | None:
+        """``next``, but None as soon as ``stop()`` is true while nothing is ready: a source that hangs must not hold up
+        a loop that was asked to save. ``stop`` is asked every 0.1 s; with ``depth=0`` it is not."""
         begin = time.perf_counter()
-        result = self._ahead.take()
-        return result, time.perf_counter() - begin
+        result = self._ahead.take(stop)
+        return None if result is _STOPPED else (result, time.perf_counter() - begin)
 
     def __enter__(self) -> "DevicePrefetch":
         return self
@@ -107,11 +117,13 @@ class _Ahead:
             self._thread = threading.Thread(target=self._run, name="jaxtrain-prefetch", daemon=True)
             self._thread.start()
 
-    def take(self) -> Any:
+    def take(self, stop: Callable[[], bool]) -> Any:
         if self._thread is None and self._end is None and not self._closed:
             self._make()
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._end is not None or self._closed)
+            while not self._changed.wait_for(lambda: self._ready or self._end is not None or self._closed, _POLL_S):
+                if stop():
+                    return _STOPPED
             if self._closed:
                 raise RuntimeError("this DevicePrefetch is closed")
             if self._ready:

@@ -19,6 +19,11 @@ _BAR_WIDTHS = (10, 40)  # smallest and largest, in characters
 Record = Mapping[str, float | int | None]
 
 
+def say(text: str = "", stream: TextIO | None = None) -> None:
+    """Print a line to ``stream`` (stdout unless given); a reader that went away or a narrow encoding is no error."""
+    _Stream(stream).line(text)
+
+
 class Progress:
     """Shows how far ``total_steps`` a run is, from ``initial_step`` (the restored step) on.
 

@@ -1,13 +1,13 @@
 """What a person gets when a run has finished: numbers beside simple models, a picture, a sample, what to do next."""
 
+import functools
 import pathlib
 import shlex
-import sys
 from typing import TextIO
 
 import jax
 
-from jaxtrain import metrics, plot, rng
+from jaxtrain import metrics, plot, progress, rng
 from jaxtrain.assemble import Experiment
 from jaxtrain.data import ngram, text
 from jaxtrain.loop import Outcome
@@ -21,7 +21,7 @@ def finish(experiment: Experiment, workdir: pathlib.Path, outcome: Outcome, stre
     Args:
         workdir: the run's directory, with its ``metrics.jsonl``. stream: stdout by default.
     """
-    say = lambda line="": print(line, file=stream or sys.stdout, flush=True)  # noqa: E731
+    say = functools.partial(progress.say, stream=stream)
     corpus, config = experiment.corpus, experiment.config
     bits = {
         "this model": outcome.evaluation["eval/bits_per_byte"],

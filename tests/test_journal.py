@@ -213,7 +213,9 @@ def test_an_evaluation_has_the_step_and_the_time(opened, clock):
     clock.now += 3
     one.evaluated({"eval/loss": 2.0, "eval/bits_per_byte": 2.885, "eval/tokens": 10})
     assert lines[0].pop("time_s") == pytest.approx(3.0, abs=0.5)
-    assert lines == [{"step": 6, "eval/loss": 2.0, "eval/bits_per_byte": 2.885, "eval/tokens": 10}]
+    assert lines == [
+        {"step": 6, "micro_step": START["micro_step"], "eval/loss": 2.0, "eval/bits_per_byte": 2.885, "eval/tokens": 10}
+    ]
     assert "eval bits/byte 2.8850" in stream.getvalue()
 
 

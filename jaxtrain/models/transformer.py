@@ -28,9 +28,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
+
+from jaxtrain.models import attention
 
 REMAT_POLICIES = ("none", "attention", "dots", "full")
 ATTENTIONS = ("xla", "cudnn")
@@ -50,9 +51,6 @@ Within a layer ``tensor`` splits what the first product of a pair puts out and t
 one reduction (Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053)."""
 
 _INIT_STD = 0.02
-_MASKED = -1e30  # finite: a difference of two masked scores is 0, not NaN
-_QUERY_BLOCK = 128
-_MAX_QUERY_BLOCKS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,76 +175,6 @@ def _dropout(x, rate: float, key):
     return jnp.where(jax.random.bernoulli(key, 1.0 - rate, x.shape), x / (1.0 - rate), jnp.zeros_like(x))
 
 
-def _rotary_tables(positions_bL, config: TransformerConfig):
-    """cos and sin of position times frequency, each fp32 (b, L, 1, C/2)."""
-    exponents = np.arange(0, config.head_dim, 2) / config.head_dim
-    frequencies = jnp.asarray(config.rope_theta**-exponents, jnp.float32)
-    angles_bL1c = positions_bL[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
-    # Without the barrier XLA fuses the cosines into every layer's rotation, once per head (3% of a train step on CPU).
-    return jax.lax.optimization_barrier((jnp.cos(angles_bL1c), jnp.sin(angles_bL1c)))
-
-
-def _rotate(x_BLHC, cos_bL1c, sin_bL1c, scale: float = 1.0):
-    """Turns the channel pairs (c, c + C/2) by their angles, in fp32: the pairing of GPT-NeoX and of Llama in HF."""
-    first, second = jnp.split(x_BLHC.astype(jnp.float32) * scale, 2, axis=-1)
-    turned = (first * cos_bL1c - second * sin_bL1c, second * cos_bL1c + first * sin_bL1c)
-    return jnp.concatenate(turned, axis=-1).astype(x_BLHC.dtype)
-
-
-def _visible(query_index_L, key_index_M, segments_BL=None, segments_BM=None):
-    """Boolean (b, L, M): the key is not later than the query, by its place in the row, and in the same segment."""
-    visible_1LM = (key_index_M[None, :] <= query_index_L[:, None])[None]
-    if segments_BL is None:
-        return visible_1LM
-    return visible_1LM & (segments_BL[:, :, None] == segments_BM[:, None, :])
-
-
-def _attend_block(query_BLHC, key_BMKC, value_BMKC, visible_bLM):
-    """Attention of these queries to these keys, with the queries already scaled; (B, L, H, C) in their dtype.
-
-    The softmax divides AFTER the product with the values: one pass fewer over L x M, and its derivative needs no L x M
-    reduction either. That was worth 15% of a whole train step on CPU.
-    """
-    batch, length, heads, channels = query_BLHC.shape
-    kv_heads, groups = key_BMKC.shape[2], heads // key_BMKC.shape[2]
-    query_BKQC = query_BLHC.reshape(batch, length, kv_heads, groups, channels).transpose(0, 2, 3, 1, 4)
-    query_BKQC = query_BKQC.reshape(batch, kv_heads, groups * length, channels)
-    visible_b1QM = jnp.tile(visible_bLM, (1, groups, 1))[:, None]
-    scores_BKQM = jnp.einsum("bkqc,bmkc->bkqm", query_BKQC, key_BMKC, preferred_element_type=jnp.float32)
-    scores_BKQM = jnp.where(visible_b1QM, scores_BKQM, _MASKED)
-    largest_BKQ1 = jax.lax.stop_gradient(scores_BKQM.max(axis=-1, keepdims=True))  # cancels: its gradient is 0
-    weights_BKQM = jnp.exp(scores_BKQM - largest_BKQ1)
-    total_BKQ1 = weights_BKQM.sum(axis=-1, keepdims=True)
-    weights_BKQM = weights_BKQM.astype(value_BMKC.dtype)
-    sums_BKQC = jnp.einsum("bkqm,bmkc->bkqc", weights_BKQM, value_BMKC, preferred_element_type=jnp.float32)
-    out_BKQC = (sums_BKQC / total_BKQ1).astype(query_BLHC.dtype)
-    out_BKGLC = out_BKQC.reshape(batch, kv_heads, groups, length, channels)
-    return out_BKGLC.transpose(0, 3, 1, 2, 4).reshape(query_BLHC.shape)
-
-
-def _attend_xla(query_BLHC, key_BLKC, value_BLKC, segments_BL):
-    """Causal attention in a few blocks of queries, each against only the keys up to its own end.
-
-    Two blocks leave out 1/4 of the products, four 3/8, of the 1/2 that is masked; more blocks only compile longer.
-    """
-    length = query_BLHC.shape[1]
-    size = -(-length // min(max(length // _QUERY_BLOCK, 1), _MAX_QUERY_BLOCKS))
-    outs = []
-    for start in range(0, length, size):
-        end = min(start + size, length)
-        segments = () if segments_BL is None else (segments_BL[:, start:end], segments_BL[:, :end])
-        visible_bLM = _visible(jnp.arange(start, end), jnp.arange(end), *segments)
-        outs.append(_attend_block(query_BLHC[:, start:end], key_BLKC[:, :end], value_BLKC[:, :end], visible_bLM))
-    return outs[0] if len(outs) == 1 else jnp.concatenate(outs, axis=1)
-
-
-def _attend_cudnn(query_BLHC, key_BLKC, value_BLKC, segments_BL):
-    mask = None if segments_BL is None else (segments_BL[:, :, None] == segments_BL[:, None, :])[:, None]
-    return jax.nn.dot_product_attention(
-        query_BLHC, key_BLKC, value_BLKC, mask=mask, is_causal=True, scale=1.0, implementation="cudnn"
-    )
-
-
 class RMSNorm(nnx.Module):
     """``x / sqrt(mean(x^2) + eps) * scale`` over the last dim, computed in fp32 and returned in x's dtype."""
 
@@ -299,11 +227,11 @@ class Attention(nnx.Module):
         """Returns (B, L, D) and the cache; ``cache`` is None or this layer's (key, value, length)."""
         batch, length, width = x_BLD.shape
         heads_shape = (batch, length, -1, self.config.head_dim)
-        query_BLHC = _rotate(self.query(x_BLD).reshape(heads_shape), *rotary, scale=self.config.head_dim**-0.5)
-        key_BLKC = _rotate(self.key(x_BLD).reshape(heads_shape), *rotary)
+        query_BLHC = attention.rotate(self.query(x_BLD).reshape(heads_shape), *rotary, scale=self.config.head_dim**-0.5)
+        key_BLKC = attention.rotate(self.key(x_BLD).reshape(heads_shape), *rotary)
         value_BLKC = self.value(x_BLD).reshape(heads_shape)
         if cache is None:
-            attend = _attend_xla if self.config.attention == "xla" else _attend_cudnn
+            attend = attention.attend_xla if self.config.attention == "xla" else attention.attend_cudnn
             if self.config.remat == "attention":
                 attend = jax.checkpoint(attend)
             out_BLHC = attend(query_BLHC, key_BLKC, value_BLKC, segments_BL)
@@ -311,8 +239,8 @@ class Attention(nnx.Module):
             key_BMKC, value_BMKC, start = cache
             key_BMKC = jax.lax.dynamic_update_slice_in_dim(key_BMKC, key_BLKC, start, axis=1)
             value_BMKC = jax.lax.dynamic_update_slice_in_dim(value_BMKC, value_BLKC, start, axis=1)
-            visible_1LM = _visible(start + jnp.arange(length), jnp.arange(key_BMKC.shape[1]))
-            out_BLHC = _attend_block(query_BLHC, key_BMKC, value_BMKC, visible_1LM)
+            visible_1LM = attention.visible(start + jnp.arange(length), jnp.arange(key_BMKC.shape[1]))
+            out_BLHC = attention.attend_block(query_BLHC, key_BMKC, value_BMKC, visible_1LM)
             cache = (key_BMKC, value_BMKC, start)
         return self.out(out_BLHC.reshape(batch, length, width)), cache
 
@@ -413,9 +341,8 @@ class Transformer(nnx.Module):
         for name, given in (("positions_BL", positions_BL), ("segment_ids_BL", segment_ids_BL)):
             if given is not None and given.shape != tokens_BL.shape:
                 raise ValueError(f"{name} has shape {given.shape} but the tokens {tokens_BL.shape}; one for each token")
-        if positions_BL is None:
-            positions_BL = jnp.arange(length)[None]
-        return self._run(tokens_BL, positions_BL, segment_ids_BL, key, None)[0]
+        rotary = attention.look_up_rotary(jnp.arange(length)[None] if positions_BL is None else positions_BL, self.config)
+        return self._run(tokens_BL, rotary, segment_ids_BL, key, None)[0]
 
     def init_cache(self, batch: int, slots: int) -> KVCache:
         """An empty cache for ``slots`` tokens in each of ``batch`` rows."""
@@ -428,10 +355,11 @@ class Transformer(nnx.Module):
 
         The caller sees to it that ``cache.length + L`` does not pass the cache's slots: the length is a traced number.
         """
-        positions_1L = (cache.length + jnp.arange(tokens_BL.shape[-1], dtype=jnp.int32))[None]
-        return self._run(tokens_BL, positions_1L, None, None, cache)
+        tables_Lc = attention.rotary_tables(cache.length + jnp.arange(tokens_BL.shape[-1], dtype=jnp.int32), self.config)
+        rotary = tuple(table_Lc[None, :, None] for table_Lc in tables_Lc)
+        return self._run(tokens_BL, rotary, None, None, cache)
 
-    def _run(self, tokens_BL, positions_bL, segments_BL, key, cache: KVCache | None):
+    def _run(self, tokens_BL, rotary, segments_BL, key, cache: KVCache | None):
         config = self.config
         if tokens_BL.ndim != 2:
             raise ValueError(
@@ -442,7 +370,6 @@ class Transformer(nnx.Module):
                 f"sequences of {tokens_BL.shape[1]} tokens are longer than max_length={config.max_length}; "
                 "shorten them or raise max_length"
             )
-        rotary = _rotary_tables(positions_bL, config)
 
         def layer(x_BLD, layer_inputs):
             index, block, keys_and_values = layer_inputs
