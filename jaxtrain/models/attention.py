@@ -16,7 +16,7 @@ _MAX_QUERY_BLOCKS = 4
 
 
 def rotary_tables(positions_L, channels: int, theta: float):
-    """cos and sin of position times frequency, each fp32 (L, C/2)."""
+    """cos and sin of position times frequency, each fp32 (L, c)."""
     exponents = np.arange(0, channels, 2) / channels
     frequencies_c = jnp.asarray(theta**-exponents, jnp.float32)
     angles_Lc = positions_L[:, None].astype(jnp.float32) * frequencies_c[None]
@@ -24,7 +24,7 @@ def rotary_tables(positions_L, channels: int, theta: float):
 
 
 def look_up_rotary(positions_bL, rows: int, channels: int, theta: float):
-    """cos and sin (b, L, 1, C/2) out of a table of ``rows`` positions; one outside it gives NaN.
+    """cos and sin (b, L, 1, c) out of a table of ``rows`` positions; one outside it gives NaN.
 
     Computed from the positions instead, XLA's CPU backend repeats the cosines in the rotations of every layer and head:
     it fuses a cosine into its users but not a table, and jax 0.10 also drops the barrier. 4% of a train step.
@@ -75,7 +75,7 @@ def attend_block(query_BLHC, key_BMKC, value_BMKC, visible_bLM):
 def attend_xla(query_BLHC, key_BLKC, value_BLKC, segments_BL):
     """Causal attention in a few blocks of queries, each against only the keys up to its own end.
 
-    Two blocks leave out 1/4 of the products, four 3/8, of the 1/2 that is masked; more blocks only compile longer.
+    Two blocks leave out 1/4 of the products, four 3/8, of the 1/2 that is masked; more save little and compile longer.
     """
     length = query_BLHC.shape[1]
     size = -(-length // min(max(length // _QUERY_BLOCK, 1), _MAX_QUERY_BLOCKS))
@@ -89,6 +89,7 @@ def attend_xla(query_BLHC, key_BLKC, value_BLKC, segments_BL):
 
 
 def attend_cudnn(query_BLHC, key_BLKC, value_BLKC, segments_BL):
+    """The same by cuDNN's fused kernel, which keeps no L x M array; NVIDIA GPUs, bfloat16 or float16."""
     mask = None if segments_BL is None else (segments_BL[:, :, None] == segments_BL[:, None, :])[:, None]
     return jax.nn.dot_product_attention(
         query_BLHC, key_BLKC, value_BLKC, mask=mask, is_causal=True, scale=1.0, implementation="cudnn"

@@ -13,13 +13,12 @@ Parameters are born float32, and their dtype at call time decides the compute dt
 activations are bfloat16, while norm statistics, rotations, softmax and logits stay float32. A parameter left float32
 among bfloat16 ones computes its own product in float32.
 
-Shape suffixes: B batch, L length (of the queries), M length (of the keys), D model width, H heads, K key-value heads,
-G = H / K heads that share one key, C = D / H channels of a head, F width of the MLP, V vocabulary, N layers,
-I and O the inputs and outputs of a product. A ``1`` in a suffix is a dim of size 1, ``b`` is either B or 1.
+Shape suffixes: B batch, L length, M slots of the cache, T = B * L tokens, D model width, H heads, K key-value heads,
+C = D / H channels of a head, c = C / 2, F width of the MLP, V vocabulary, N layers, I and O what goes into and comes out
+of a product. A ``1`` in a suffix is a dim of size 1.
 
 Sources: Touvron et al. 2023, "LLaMA" (arXiv 2302.13971) for the whole; Zhang and Sennrich 2019 (1910.07467) for
-RMSNorm; Su et al. 2021 (2104.09864) for rotary positions; Ainslie et al. 2023 (2305.13245) for grouped queries; Shazeer
-2020 (2002.05202) for SwiGLU.
+RMSNorm; Shazeer 2020 (2002.05202) for SwiGLU; rotary positions and grouped queries in `jaxtrain.models.attention`.
 """
 
 import dataclasses
@@ -31,10 +30,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxtrain.models import attention
+from jaxtrain.models.attention import (
+    attend_block,
+    attend_cudnn,
+    attend_xla,
+    look_up_rotary,
+    rotary_tables,
+    rotate,
+    visible,
+)
 
 REMAT_POLICIES = ("none", "attention", "dots", "full")
-ATTENTIONS = ("xla", "cudnn")
+ATTENTIONS = {"xla": attend_xla, "cudnn": attend_cudnn}
 
 SHARDING_RULES = (
     (r"(^|/)embedding/embedding$", PartitionSpec("tensor", "fsdp")),
@@ -227,11 +234,11 @@ class Attention(nnx.Module):
         """Returns (B, L, D) and the cache; ``cache`` is None or this layer's (key, value, length)."""
         batch, length, width = x_BLD.shape
         heads_shape = (batch, length, -1, self.config.head_dim)
-        query_BLHC = attention.rotate(self.query(x_BLD).reshape(heads_shape), *rotary, scale=self.config.head_dim**-0.5)
-        key_BLKC = attention.rotate(self.key(x_BLD).reshape(heads_shape), *rotary)
+        query_BLHC = rotate(self.query(x_BLD).reshape(heads_shape), *rotary, scale=self.config.head_dim**-0.5)
+        key_BLKC = rotate(self.key(x_BLD).reshape(heads_shape), *rotary)
         value_BLKC = self.value(x_BLD).reshape(heads_shape)
         if cache is None:
-            attend = attention.attend_xla if self.config.attention == "xla" else attention.attend_cudnn
+            attend = ATTENTIONS[self.config.attention]
             if self.config.remat == "attention":
                 attend = jax.checkpoint(attend)
             out_BLHC = attend(query_BLHC, key_BLKC, value_BLKC, segments_BL)
@@ -239,8 +246,8 @@ class Attention(nnx.Module):
             key_BMKC, value_BMKC, start = cache
             key_BMKC = jax.lax.dynamic_update_slice_in_dim(key_BMKC, key_BLKC, start, axis=1)
             value_BMKC = jax.lax.dynamic_update_slice_in_dim(value_BMKC, value_BLKC, start, axis=1)
-            visible_1LM = attention.visible(start + jnp.arange(length), jnp.arange(key_BMKC.shape[1]))
-            out_BLHC = attention.attend_block(query_BLHC, key_BMKC, value_BMKC, visible_1LM)
+            visible_1LM = visible(start + jnp.arange(length), jnp.arange(key_BMKC.shape[1]))
+            out_BLHC = attend_block(query_BLHC, key_BMKC, value_BMKC, visible_1LM)
             cache = (key_BMKC, value_BMKC, start)
         return self.out(out_BLHC.reshape(batch, length, width)), cache
 
@@ -330,6 +337,7 @@ class Transformer(nnx.Module):
         Args:
           tokens_BL: integer ids; one outside [0, vocab_size) makes its row NaN.
           positions_BL: integer place of each token in its document, restarting at document starts; default 0, 1, 2...
+            One outside [0, max_length) makes its row NaN.
           segment_ids_BL: integer document numbers in a packed row. A token sees only earlier tokens of its own segment;
             with positions that restart, each document gets the outputs it would get alone. Default: one document a row.
           key: dropout's key; None means evaluation, without dropout. Layer i draws from ``fold_in(key, i)``.
@@ -341,7 +349,10 @@ class Transformer(nnx.Module):
         for name, given in (("positions_BL", positions_BL), ("segment_ids_BL", segment_ids_BL)):
             if given is not None and given.shape != tokens_BL.shape:
                 raise ValueError(f"{name} has shape {given.shape} but the tokens {tokens_BL.shape}; one for each token")
-        rotary = attention.look_up_rotary(jnp.arange(length)[None] if positions_BL is None else positions_BL, self.config)
+        if positions_BL is None:
+            positions_BL = jnp.arange(length)[None]
+        config = self.config
+        rotary = look_up_rotary(positions_BL, config.max_length, config.head_dim, config.rope_theta)
         return self._run(tokens_BL, rotary, segment_ids_BL, key, None)[0]
 
     def init_cache(self, batch: int, slots: int) -> KVCache:
@@ -355,7 +366,8 @@ class Transformer(nnx.Module):
 
         The caller sees to it that ``cache.length + L`` does not pass the cache's slots: the length is a traced number.
         """
-        tables_Lc = attention.rotary_tables(cache.length + jnp.arange(tokens_BL.shape[-1], dtype=jnp.int32), self.config)
+        positions_L = cache.length + jnp.arange(tokens_BL.shape[-1], dtype=jnp.int32)
+        tables_Lc = rotary_tables(positions_L, self.config.head_dim, self.config.rope_theta)
         rotary = tuple(table_Lc[None, :, None] for table_Lc in tables_Lc)
         return self._run(tokens_BL, rotary, None, None, cache)
 

@@ -215,6 +215,13 @@ def test_cudnn_is_asked_for_the_same_attention(monkeypatch, segmented):
     assert called == ["cudnn"]  # one traced layer, scanned
 
 
+def test_a_position_past_max_length_shows_as_nan():
+    params = make_params(GROUPED)
+    positions = np.array([[0, 1, GROUPED.max_length]], np.int32)
+    logits = logits_of(GROUPED, params, random_tokens(GROUPED, 1, 3), positions)
+    assert np.all(np.isnan(logits[0, 2]))
+
+
 def test_bfloat16_parameters_give_float32_logits_close_to_float32():
     params = make_params(GROUPED)
     tokens = random_tokens(GROUPED, 2, 16)
