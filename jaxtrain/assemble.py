@@ -41,6 +41,14 @@ class Experiment:
     held_out: InOrder
     flops_per_sample: float
 
+    def check_text(self, fingerprint: str, step: int) -> None:
+        """Raise ConfigError where checkpoint ``step`` was trained on other text than is here now."""
+        if fingerprint != self.corpus.fingerprint:
+            raise ConfigError(
+                f"the text has changed since checkpoint {step} was saved (fingerprint {fingerprint[:12]} then, "
+                f"{self.corpus.fingerprint[:12]} now); put it back, or start in another --workdir."
+            )
+
     def module(self, params: Any, model_state: Any = ()) -> nnx.Module:
         """The model with parameters in the compute dtype: what samples."""
         make = functools.partial(_make_model, model_config(self.config, self.program.mesh))

@@ -1,7 +1,8 @@
 """The command line: parse, call, print.
 
-Exit codes: 0 done; 2 bad input, told in a sentence; 70 an exception, with its trace back; 75 stopped by SIGTERM or
-Ctrl-C and saved: the same line goes on.
+Exit codes: 0 done; 2 bad input, told in a sentence (with JAXTRAIN_DEBUG=1 in the environment: with its trace back);
+70 an exception; 75 stopped by SIGTERM or Ctrl-C, what was finished is saved and the same line goes on; 130 interrupted
+at once by Ctrl-C.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from jaxtrain.config import ConfigError
 from jaxtrain.progress import say
 from jaxtrain.workdir import Workdir, read_config
 
-DONE, BAD_INPUT, FAILED, STOPPED = 0, 2, 70, 75
+DONE, BAD_INPUT, FAILED, STOPPED, INTERRUPTED = 0, 2, 70, 75, 130
 _FLAG = "--config."
 
 
@@ -40,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"jaxtrain: {error}", file=sys.stderr)
         return BAD_INPUT
+    except KeyboardInterrupt:
+        print("jaxtrain: interrupted; what the newest checkpoint holds is safe.", file=sys.stderr)
+        return INTERRUPTED
     except Exception:
         traceback.print_exc()
         return FAILED
@@ -133,22 +137,26 @@ def load_config(spec: str | None, overrides: dict[str, str]) -> ConfigDict:
 
 def _train(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
     config = load_config(arguments.config, overrides)
+    _set_up_jax(config)
+    experiment = _assembled(config)  # before the workdir is made: a refused command leaves nothing behind
     workdir = Workdir(arguments.workdir)
     try:
-        return _train_in(workdir, config, arguments.line)
+        workdir.check(config)
+        return _train_in(workdir, experiment, arguments.line)
     finally:
         workdir.close()
 
 
-def _train_in(workdir: Workdir, config: ConfigDict, line: str) -> int:
+def _train_in(workdir: Workdir, experiment: Any, line: str) -> int:
     from jaxtrain import loop, report  # heavy: only commands that compute load jax
+    from jaxtrain.checkpoint.store import MismatchError  # heavy: only commands that compute load jax
 
-    _set_up_jax(config)
-    workdir.check(config)
-    experiment = _assembled(config)
     for text in experiment.describe():
         say(text)
-    outcome = loop.train(experiment, workdir)
+    try:
+        outcome = loop.train(experiment, workdir)
+    except MismatchError as error:
+        raise ConfigError(str(error)) from error
     if not outcome.finished:
         where = f"at step {outcome.step}, which is saved" if outcome.saved else "before a step was finished"
         say(f"{outcome.stopped_by}: stopped {where}. Go on with the same line:\n  {line}")
@@ -162,7 +170,9 @@ def _eval(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
     from jaxtrain.evaluate import evaluate  # heavy: only commands that compute load jax
 
     program = experiment.program
-    result = evaluate(program, program.view(restored.state, copy=False), experiment.held_out)
+    experiment.check_text(restored.data["fingerprint"], restored.host_state["counts"]["step"])
+    view = program.view(restored.state, copy=False, ema=restored.state.ema is not None)
+    result = evaluate(program, view, experiment.held_out)
     numbers = {name: value if math.isfinite(value) else None for name, value in result.items()}  # JSON has no NaN
     counts = restored.host_state["counts"]
     say(json.dumps({"step": counts["step"], "micro_step": counts["micro_step"], **numbers}))

@@ -83,7 +83,9 @@ KEYS: dict[str, Key] = {
     "optim.weight_decay": Key(0.0, "adamw: decoupled; not on biases and norm scales", low=0.0),
     "optim.momentum": Key(0.0, "sgd", low=0.0, high=1.0),
     "optim.clip_norm": Key(1.0, "bound of the global gradient norm; 0: none", low=0.0),
-    "optim.ema": Key(0.0, "decay of the parameter average, in steps; 0: none", low=0.0, high=1 - 1e-6),
+    "optim.ema": Key(
+        0.0, "decay, in steps, of a parameter average that is evaluated and sampled; 0: none", low=0.0, high=1 - 1e-6
+    ),
     "precision.compute": Key(
         "bfloat16", "compute dtype; masters are float32", choices=("bfloat16", "float32", "float16")
     ),
@@ -271,9 +273,13 @@ def _one_free_axis(c: ConfigDict) -> None:
 
 def _prompt_fits(c: ConfigDict) -> None:
     room = c.model.max_length - 2  # the document's start before the prompt, one new token behind it
-    if c.sample.tokens and len(c.sample.prompt.encode()) > room:
+    try:
+        size = len(c.sample.prompt.encode())
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"config: sample.prompt={c.sample.prompt!r} is no text ({error.reason}).") from None
+    if c.sample.tokens and size > room:
         raise ConfigError(
-            f"config: sample.prompt has {len(c.sample.prompt.encode())} bytes; with model.max_length="
+            f"config: sample.prompt has {size} bytes; with model.max_length="
             f"{c.model.max_length} there is room for {room}; shorten it, or set sample.tokens=0."
         )
 

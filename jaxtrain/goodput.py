@@ -8,7 +8,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -40,19 +40,22 @@ class Goodput:
     Opening counts a new attempt and writes the file, so that one killed while it compiles is counted too. Afterwards
     the file is as old as the last :meth:`save`: what a killed attempt did after that, and the time until the next one
     starts, is not known and not counted. Only the loop's thread, and in a job of many processes only process 0,
-    may use it. ``clock`` gives seconds that never go backwards.
+    may use it. ``clock`` gives seconds that never go backwards; ``before`` has seconds of this attempt that passed
+    before the opening.
 
     A file that cannot be understood is kept as ``<path>.bad``, with a RuntimeWarning, and counting starts anew.
     """
 
-    def __init__(self, path: str | Path, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, path: str | Path, clock: Callable[[], float] = time.monotonic, before: Mapping[Phase, float] | None = None
+    ):
         self.path = Path(path)
         self._clock = clock
         former, self._furthest = _load(self.path)
         self._former: list[dict[str, Any]] = former
         self._rework_until = self._furthest
         self._step = 0
-        self._seconds = [0.0] * len(_PHASES)
+        self._seconds = [float((before or {}).get(phase, 0.0)) for phase in _PHASES]
         self._stack: list[int] = []
         self._current = _IDLE
         self._last_s = clock()

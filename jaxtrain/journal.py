@@ -44,14 +44,12 @@ class Journal:
         self.window, self.step = start["window"], start["step"]
         self.micro_step, self.tokens = start["micro_step"], start["tokens"]
         self._goodput, self._config = goodput, experiment.config
-        lines = workdir.path / "metrics.jsonl"
-        former = metrics.read_jsonl(lines) if lines.exists() else []
-        goodput.rework(max((line["step"] for line in former), default=0))  # younger than what goodput.json knows
-        self._evaluated_step = max((line["step"] for line in former if "eval/loss" in line), default=None)
-        if self._evaluated_step is not None and self._evaluated_step > self.step:
-            self._evaluated_step = None
+        lines = metrics.JsonlWriter(workdir.path / "metrics.jsonl", self.step, self.micro_step)
+        goodput.rework(lines.furthest_step)  # younger than what goodput.json knows
+        told = lines.last_evaluation or {}
+        self._evaluated = (told.get("step"), told.get("micro_step"))
         self._trackers: list[metrics.Callback] = [
-            metrics.JsonlWriter(lines, self.step, self.micro_step),
+            lines,
             metrics.TensorBoardWriter(workdir.path / "tensorboard", self.step),
             *callbacks,
         ]
@@ -108,10 +106,10 @@ class Journal:
         if self._take(record, always):
             self.experiment.program.check(record)
 
-    def log_last(self, record: dict[str, Any] | None) -> None:
+    def log_last(self, reader: MetricsReader) -> None:
         """The last record of a run that ends by an exception, which nothing that happens here may replace."""
         with contextlib.suppress(Exception):
-            self._take(record, always=True)
+            self._take(reader.drain(), always=True)
             if not self._written and self._newest is not None:
                 self._write(self._newest)
 
@@ -131,7 +129,7 @@ class Journal:
         self._written = True
         for tracker in self._trackers:
             tracker.on_log(line)
-        self._progress.update(line)
+        self._progress.update(line | {"step": self.window})
 
     def _line(self, record: dict[str, Any]) -> dict[str, Any]:
         now = time.perf_counter()
@@ -162,11 +160,15 @@ class Journal:
         except ValueError:  # above 1: two lines so close together that the clock says nothing
             return None
 
+    def is_evaluated(self) -> bool:
+        """Whether the state as it is has a line of evaluation."""
+        return self._evaluated == (self.step, self.micro_step)
+
     def evaluated(self, evaluation: dict[str, float] | None) -> None:
         """Tell an evaluation of the state as it is; None (abandoned) and one that is told already are not."""
-        if evaluation is None or self._evaluated_step == self.step:
+        if evaluation is None or self.is_evaluated():
             return
-        self._evaluated_step = self.step
+        self._evaluated = (self.step, self.micro_step)
         line = {
             "step": self.step,
             "micro_step": self.micro_step,
@@ -175,7 +177,7 @@ class Journal:
         }
         for tracker in self._trackers:
             tracker.on_eval(line)
-        self._progress.update(line)
+        self._progress.update(line | {"step": self.window})
 
     def saved(self, path: Any) -> None:
         for tracker in self._trackers:

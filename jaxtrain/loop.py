@@ -6,6 +6,7 @@ It waits for nothing but the step before the one it has just dispatched: metrics
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any, TextIO
 
@@ -13,7 +14,6 @@ from jaxtrain import metrics
 from jaxtrain.assemble import Experiment
 from jaxtrain.checkpoint import host_state
 from jaxtrain.checkpoint.store import Checkpoints
-from jaxtrain.config import ConfigError
 from jaxtrain.evaluate import evaluate
 from jaxtrain.goodput import Goodput, Phase
 from jaxtrain.journal import Journal, MetricsReader
@@ -64,13 +64,14 @@ def train(
         preemption = stack.enter_context(Preemption())
         checkpoints = Checkpoints(workdir.path / "checkpoints", keep_last=config.checkpoint.keep_last)
         stack.push(lambda kind, *_: _close(checkpoints, kind))
+        began = time.monotonic()
         newest = checkpoints.latest_verified()
-        if newest is not None:
-            _same_text(experiment, checkpoints, newest)  # the last refusal: from here on the workdir is written
+        if newest is not None:  # the last refusal: from here on the workdir is written
+            experiment.check_text(checkpoints.data(newest)["fingerprint"], newest)
         workdir.keep(config)
-        goodput = Goodput(workdir.path / "goodput.json")
+        goodput = Goodput(workdir.path / "goodput.json", before={Phase.RESTORE: time.monotonic() - began})
         stack.callback(goodput.save)
-        with goodput.phase(Phase.RESTORE):
+        with goodput.phase(Phase.COMPILE if newest is None else Phase.RESTORE):
             state, start, platform_changes = _start(experiment, checkpoints, newest)
         journal = stack.enter_context(Journal(experiment, workdir, goodput, start, callbacks, stream))
         if start["window"]:
@@ -81,7 +82,7 @@ def train(
         put = lambda batch: to_devices(batch, program.batch_sharding)  # noqa: E731
         feed = stack.enter_context(DevicePrefetch(experiment.batches.at(position), put))
         reader = MetricsReader()
-        stack.push(lambda kind, *_: kind and journal.log_last(reader.drain()))  # an error loses no record
+        stack.push(lambda kind, *_: journal.log_last(reader) if kind not in (None, KeyboardInterrupt) else None)
 
         def save() -> None:
             checkpoints.check()
@@ -97,15 +98,17 @@ def train(
 
         def run_evaluation() -> dict[str, float] | None:
             with goodput.phase(Phase.EVAL), journal.paused():
-                view = program.view(state, copy=False)
+                view = program.view(state, copy=False, ema=config.optim.ema > 0)
                 return evaluate(program, view, experiment.held_out, stop=lambda: preemption.requested is not None)
 
         evaluation = None
+        if start["window"] and _due(start["window"], config.eval.every_steps) and not journal.is_evaluated():
+            journal.evaluated(run_evaluation())  # it was due when the attempt before was stopped
         for window in range(start["window"], config.steps):
             for _ in range(program.accumulation.micro_batches(window)):
                 with goodput.phase(Phase.INPUT):
                     taken = feed.take(lambda: preemption.requested is not None)
-                if taken is None:
+                if taken is None or preemption.requested:
                     break
                 batch, waited_s = taken
                 with journal.dispatch():
@@ -115,7 +118,8 @@ def train(
                 journal.log(record)
                 if preemption.requested:
                     break
-            checkpoints.check()
+            with goodput.phase(Phase.CHECKPOINT):
+                checkpoints.check()
             done, stop = window + 1, preemption.requested is not None
             last = done == config.steps
             if stop or last or _due(done, config.eval.every_steps) or _due(done, config.checkpoint.every_steps):
@@ -146,15 +150,6 @@ def _due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
 
 
-def _same_text(experiment: Experiment, checkpoints: Checkpoints, step: int) -> None:
-    was, now = checkpoints.data(step)["fingerprint"], experiment.corpus.fingerprint
-    if was != now:
-        raise ConfigError(
-            f"the text has changed since checkpoint {step} was saved (fingerprint {was[:12]} then, {now[:12]} now); "
-            "put it back, or start in another --workdir."
-        )
-
-
 def _start(
     experiment: Experiment, checkpoints: Checkpoints, newest: int | None
 ) -> tuple[TrainState, dict[str, int], list[str]]:
@@ -166,19 +161,28 @@ def _start(
     restored = checkpoints.restore(program, newest)
     host_state.apply(restored.host_state["generators"])
     counts = restored.host_state["counts"] | {"sample_index": restored.data["sample_index"]}
-    was, now = restored.host_state["platform"], host_state.platform_fingerprint()
+    was, now = restored.host_state["platform"], _platform(experiment)
     changes = [f"{name} was {was.get(name)}, is {now[name]}" for name in now if was.get(name) != now[name]]
     return restored.state, counts, changes
 
 
 def _host_state(journal: Journal) -> dict[str, Any]:
+    """Beside the arrays. The global generators are those of now: what draws from them (a callback, a user's
+    source) is exact where it draws between windows."""
     return {
         "counts": {name: getattr(journal, name) for name in ("window", "step", "micro_step", "tokens")},
         "generators": host_state.capture(),
         "config": journal.experiment.config.to_dict(),
-        "platform": host_state.platform_fingerprint(),
+        "platform": _platform(journal.experiment),
         "process_count": 1,
     }
+
+
+def _platform(experiment: Experiment) -> dict[str, Any]:
+    """What "bit for bit" depends on: versions, cores, devices and their mesh."""
+    mesh = experiment.program.mesh
+    devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
+    return host_state.platform_fingerprint() | {"devices": devices, "mesh": str(dict(mesh.shape))}
 
 
 def _data(experiment: Experiment, micro_step: int) -> dict[str, Any]:

@@ -85,11 +85,23 @@ class JsonlWriter(CallbackBase):
     def __init__(self, path: str | Path, resume_step: int | None, resume_micro_step: int | None = None):
         self.path = Path(path)
         self.set_aside: Path | None = None  # where this opening moved lines to, if it did
+        self.furthest_step = 0  # of all lines found, moved ones too
+        self.last_evaluation: dict[str, Any] | None = None  # of the lines kept
         _check_resume_step(resume_step)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
+            self._look(resume_step or 0, resume_micro_step)
             self.set_aside = _split_attempt(self.path, resume_step or 0, resume_micro_step)
         self._file = self.path.open("ab")
+
+    def _look(self, resume_step: int, resume_micro_step: int | None) -> None:
+        with self.path.open("rb") as file:
+            for line in file:
+                record = _parse(line) or {}
+                if isinstance(record.get("step"), int):
+                    self.furthest_step = max(self.furthest_step, record["step"])
+                if "eval/loss" in record and _within(record, resume_step, resume_micro_step):
+                    self.last_evaluation = record
 
     def on_log(self, record: Record) -> None:
         self._write(record)
@@ -212,10 +224,7 @@ def _split_attempt(path: Path, resume_step: int, resume_micro_step: int | None) 
     move: list[bytes] = []
     with path.open("rb") as file:
         for line in file:
-            record = _parse(line) or {}
-            step, micro_step = record.get("step"), record.get("micro_step", 0)
-            kept = resume_step > 0 and isinstance(step, int) and step <= resume_step
-            kept = kept and (resume_micro_step is None or micro_step <= resume_micro_step)
+            kept = _within(_parse(line) or {}, resume_step, resume_micro_step)
             (keep if kept else move).append(line)
     aside = None
     if move:  # first the copy, then the removal: a kill in between doubles lines and loses none
@@ -228,6 +237,13 @@ def _split_attempt(path: Path, resume_step: int, resume_micro_step: int | None) 
         return None
     _write_atomically(path, whole)
     return aside
+
+
+def _within(record: Mapping[str, Any], resume_step: int, resume_micro_step: int | None) -> bool:
+    step, micro_step = record.get("step"), record.get("micro_step", 0)
+    if not (resume_step > 0 and isinstance(step, int) and step <= resume_step):
+        return False
+    return resume_micro_step is None or (isinstance(micro_step, int) and micro_step <= resume_micro_step)
 
 
 def _attempt_path(path: Path, n: int) -> Path:

@@ -30,7 +30,7 @@ class Preemption:
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._former.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not Python's
         self._former.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

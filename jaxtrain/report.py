@@ -33,6 +33,8 @@ def finish(experiment: Experiment, workdir: pathlib.Path, outcome: Outcome, stre
     title = f"{config.model.name}, {outcome.step:,} steps"
     plot.loss_curve(metrics.read_jsonl(workdir / "metrics.jsonl"), picture, baselines, title)
     rows = f"{len(experiment.held_out.source):,} held-out rows"
+    if config.eval.rows:
+        rows += ", spread over the held-out text; the n-gram models on all of it"
     say(f"\nbits per byte on {rows} (lower is better):")
     width = max(map(len, bits))
     for name, value in bits.items():

@@ -67,6 +67,7 @@ def build_train_step(
         precision: compute dtype; the masters are float32.
         clip_norm: bound of the global norm of the mean gradient, or None.
         ema: decay of an exponential average of the parameters, counted in steps, or None.
+        trainable, merge_stats: not available yet, must be None.
         nonfinite: what a non-finite micro-gradient does.
         report: name -> schedule of steps, reported in the metrics as applied.
         seed: of parameters and of every key that ``loss_fn`` gets.

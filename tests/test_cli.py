@@ -140,6 +140,7 @@ BAD_FLAGS = {
     "more devices than there are": (["mesh.data=3"], r"needs 3 devices and 8 are here"),
     "two free axes": (["mesh.data=-1", "mesh.fsdp=-1"], r"at most one is -1"),
     "no place for compiled programs": (["compile_cache=/proc/nothing"], r"compile_cache=/proc/nothing cannot be made"),
+    "prompt that is no text": (["sample.prompt=\udcff"], r"sample.prompt"),  # how Python passes a byte 0xff in argv
     "object store": (["data.paths=gs://bucket/text"], r"gs://bucket/text"),
     "sample's prompt too long for the model": (["sample.prompt=" + "x" * 40], r"sample.prompt"),
 }

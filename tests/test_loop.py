@@ -450,7 +450,7 @@ def test_a_line_holds_the_numbers_of_its_window(windows_of_4, tmp_path):
 def test_an_evaluation_is_that_of_the_final_parameters(base, tmp_path):
     """Sums over each held-out row, one row at a time, against the loop's padded batches."""
     outcome = train(base, tmp_path)
-    view, total, weight = base.program.view(outcome.state), 0.0, 0.0
+    view, total, weight = base.program.view(outcome.state, ema=base.config.optim.ema > 0), 0.0, 0.0
     for batch in InOrder(base.held_out.source, 1):
         one = base.program.evaluate(view, batch)["loss"]
         total, weight = total + float(one[0]), weight + float(one[1])
@@ -535,6 +535,18 @@ def test_lines_beyond_the_checkpoint_are_set_aside(base, tmp_path):
     assert [line["step"] for line in lines(tmp_path, "eval/loss")] == [4, 8, 9]
     aside = [metrics.read_jsonl(tmp_path / f"metrics.attempt{n}.jsonl") for n in (1, 2)]
     assert [[line["step"] for line in attempt] for attempt in aside] == [[4, 4, 5], [7, 8, 8]]
+
+
+def test_a_damaged_metrics_file_does_not_stop_a_run(base, tmp_path):
+    """Its unreadable lines are set aside, with what is beyond the checkpoint."""
+    train(change(base, steps=3), tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    kept = path.read_bytes()
+    first, rest = kept.split(b"\n", 1)
+    path.write_bytes(first + b"\n" + b"\0" * 9 + b"\n" + b'{"note": 1}\n' + rest + b'{"step": 4, "lo')
+    train(base, tmp_path)
+    assert steps_logged(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert path.read_bytes().startswith(kept)
 
 
 @pytest.mark.parametrize("k", [1, 4])
@@ -762,7 +774,7 @@ class SignalsInEvaluation(Wrapped):
 @pytest.mark.parametrize("where", ["compile", "evaluation", "last evaluation", "save", "last save", "end"])
 def test_PRE_01_wherever_the_signal_comes(base, tmp_path, where):
     """The newest checkpoint is the last completed update, the same line goes on, and it ends as if nothing had been."""
-    done = {"compile": 1, "evaluation": 2, "save": 3}.get(where, 6)
+    done = {"compile": 1, "evaluation": 2, "save": 2}.get(where, 6)
     program, callbacks = Wrapped(base.program), []
     if where == "compile":
         program = Recorder(base, at={1: sigterm})
@@ -988,9 +1000,9 @@ def test_goodput_adds_up_and_counts_rework(base, tmp_path, monkeypatch):
     opened_s, wall_s = [], []
 
     class Opened(Goodput):
-        def __init__(self, path):
-            opened_s.append(time.perf_counter())
-            super().__init__(path)
+        def __init__(self, path, before):
+            opened_s.append(time.perf_counter() - sum(before.values()))
+            super().__init__(path, before=before)
 
     monkeypatch.setattr(loop, "Goodput", Opened)
     experiment = change(base, steps=20, checkpoint__every_steps=5, eval__every_steps=10)
@@ -1007,6 +1019,20 @@ def test_goodput_adds_up_and_counts_rework(base, tmp_path, monkeypatch):
     assert first["seconds"]["rework"] == 0
     assert 0.2 < second["seconds"]["rework"] < 0.8  # steps 12 and 13; 11 is the compile phase
     assert {phase for phase, s in second["seconds"].items() if s > 0} == set(Phase)
+
+
+def test_goodput_counts_the_proof_of_the_checkpoint(base, tmp_path, monkeypatch):
+    """Reading every byte of a big checkpoint takes minutes: they belong to the restore, and to the wall time."""
+    train(change(base, steps=2), tmp_path)
+    problem = manifest.problem
+
+    def slow(directory):
+        time.sleep(1)
+        return problem(directory)
+
+    monkeypatch.setattr(manifest, "problem", slow)
+    train(change(base, steps=3), tmp_path)
+    assert goodput(tmp_path)["attempts"][1]["seconds"]["restore"] >= 1
 
 
 def test_goodput_counts_the_wait_for_a_step_as_step(base, tmp_path):

@@ -29,6 +29,7 @@ class Experiment:
         self.tokens, self.asked, self.views = list(tokens), [], []
         self.config = namespace(
             seed=5, model=namespace(name="transformer", max_length=max_length),
+            eval=namespace(rows=0),
             sample=namespace(prompt=prompt, tokens=wanted, temperature=0.5),
         )  # fmt: skip
         self.program = namespace(view=self.view)

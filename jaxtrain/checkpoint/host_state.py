@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxtrain")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain", "jaxtrain")
 
 
 def capture() -> dict[str, Any]:
@@ -39,6 +39,6 @@ def platform_fingerprint() -> dict[str, Any]:
     """What "bit for bit" depends on beside the checkpoint: versions and the number of cores."""
     return {
         "python": platform.python_version(),
-        "cores": os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         **{name: importlib.metadata.version(name) for name in _PACKAGES},
     }

@@ -14,8 +14,8 @@ activations are bfloat16, while norm statistics, rotations, softmax and logits s
 among bfloat16 ones computes its own product in float32.
 
 Shape suffixes: B batch, L length, M slots of the cache, T = B * L tokens, D model width, H heads, K key-value heads,
-C = D / H channels of a head, c = C / 2, F width of the MLP, V vocabulary, N layers, I and O what goes into and comes out
-of a product. A ``1`` in a suffix is a dim of size 1.
+C = D / H channels of a head, c = C / 2, F width of the MLP, V vocabulary, N layers, I and O the inputs and outputs of a
+product. A ``1`` in a suffix is a dim of size 1.
 
 Sources: Touvron et al. 2023, "LLaMA" (arXiv 2302.13971) for the whole; Zhang and Sennrich 2019 (1910.07467) for
 RMSNorm; Shazeer 2020 (2002.05202) for SwiGLU; rotary positions and grouped queries in `jaxtrain.models.attention`.
