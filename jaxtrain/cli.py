@@ -13,6 +13,7 @@ import math
 import os
 import pathlib
 import shlex
+import shutil
 import sys
 import traceback
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         overrides, rest = _split(argv)
         arguments = parser.parse_args(rest)
-        arguments.line = shlex.join(["jaxtrain", *argv])
+        arguments.line = shlex.join([_command(), *argv])
         return arguments.run(arguments, overrides)
     except ConfigError as error:
         print(f"jaxtrain: {error}", file=sys.stderr)
@@ -49,8 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
 
 
+def _command() -> str:
+    """How this program was called, so that a line we print can be pasted: ``.venv/bin/jaxtrain`` or ``jaxtrain``."""
+    called = sys.argv[0]
+    on_path = shutil.which("jaxtrain")
+    if os.path.basename(called) != "jaxtrain" or (on_path and os.path.realpath(on_path) == os.path.realpath(called)):
+        return "jaxtrain"
+    return called
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxtrain", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="jaxtrain", description="Train language models, and look at what came of it.")
     commands = parser.add_subparsers(required=True, metavar="train|eval|sample|config|version")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -59,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     train = command("train", _train, "Train, from the newest checkpoint in the workdir if there is one.")
+    train.epilog = "Any key is overridden with --config.a.b=value; jaxtrain config show lists them."
     train.add_argument("--config", required=True, metavar="FILE[:ARG]", help="a file with get_config(arg)")
     train.add_argument("--workdir", required=True, metavar="DIR", help="the run's directory, made if need be")
     evaluation = command("eval", _eval, "Evaluate a checkpoint on the held-out text.")
@@ -69,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--prompt", help="what the text begins with; by default the config's sample.prompt")
     sample.add_argument("--tokens", type=int, help="how many to generate; by default the config's sample.tokens")
     sample.add_argument("--temperature", type=float, help="0: always the likeliest")
-    sample.add_argument("--seed", type=int, default=0)
+    sample.add_argument("--seed", type=int, default=0, help="another seed draws another text")
     show = command("config", _show, "Print a config with all overrides applied: jaxtrain config show --config=FILE")
     show.add_argument("action", choices=["show"])
     show.add_argument("--config", metavar="FILE[:ARG]", help="without it: the defaults")
@@ -161,7 +172,7 @@ def _train_in(workdir: Workdir, experiment: Any, line: str) -> int:
         where = f"at step {outcome.step}, which is saved" if outcome.saved else "before a step was finished"
         say(f"{outcome.stopped_by}: stopped {where}. Go on with the same line:\n  {line}")
         return STOPPED
-    report.finish(experiment, workdir.path, outcome)
+    report.finish(experiment, workdir.path, outcome, command=_command())
     return DONE
 
 

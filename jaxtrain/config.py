@@ -255,7 +255,8 @@ def _schedule_fits(c: ConfigDict) -> None:
     horizon = c.optim.schedule_steps or c.steps
     if c.optim.warmup_steps >= horizon:
         raise ConfigError(
-            f"config: optim.warmup_steps={c.optim.warmup_steps} must be less than the horizon of {horizon}."
+            f"config: optim.warmup_steps={c.optim.warmup_steps} must be less than the horizon of {horizon} "
+            f"steps; give --config.optim.warmup_steps={horizon // 10} or more steps."
         )
     if c.optim.schedule != "constant" and horizon < c.steps and c.optim.end_learning_rate == 0:
         raise ConfigError(

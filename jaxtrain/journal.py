@@ -120,6 +120,7 @@ class Journal:
         self.micro_step, self.tokens = record["micro_step"], record["tokens"]
         self._goodput.reached(self.step)
         self._newest, self._written = record, False
+        self._progress.update({"step": self.window})  # moves the bar; a pipe sees lines only
         if always or self.window % self._config.log_every_steps == 0 or record["skipped_in_a_row"]:
             self._write(record)
         return True

@@ -75,7 +75,9 @@ def train(
             state, start, platform_changes = _start(experiment, checkpoints, newest)
         journal = stack.enter_context(Journal(experiment, workdir, goodput, start, callbacks, stream))
         if start["window"]:
-            journal.say(f"restored step {start['step']}: sample {start['sample_index']:,} is next")
+            journal.say(f"restored step {start['step']}: row {start['sample_index']:,} of the data is next")
+            if start["window"] >= config.steps:
+                journal.say(f"all {config.steps} steps are done already; give more --config.steps to go on")
             for change in platform_changes:
                 journal.say(f"not bit for bit as before: {change}")
         position = start["sample_index"]

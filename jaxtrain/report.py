@@ -15,11 +15,18 @@ from jaxtrain.models.sampling import sample
 from jaxtrain.state import TrainState
 
 
-def finish(experiment: Experiment, workdir: pathlib.Path, outcome: Outcome, stream: TextIO | None = None) -> None:
+def finish(
+    experiment: Experiment,
+    workdir: pathlib.Path,
+    outcome: Outcome,
+    stream: TextIO | None = None,
+    command: str = "jaxtrain",
+) -> None:
     """Draw ``loss.png`` and print the end of a run.
 
     Args:
         workdir: the run's directory, with its ``metrics.jsonl``. stream: stdout by default.
+        command: how the user calls ``jaxtrain``.
     """
     say = functools.partial(progress.say, stream=stream)
     corpus, config = experiment.corpus, experiment.config
@@ -45,7 +52,7 @@ def finish(experiment: Experiment, workdir: pathlib.Path, outcome: Outcome, stre
         tokens = min(c.tokens, _room(experiment, c.prompt))
         shown = sample_text(experiment, outcome.state, c.prompt, c.tokens, c.temperature, config.seed)
         say(f"\na sample of {tokens} tokens:\n" + "\n".join("  | " + line for line in shown.split("\n")))
-    say(f"\nnext: jaxtrain sample --workdir={shlex.quote(str(workdir))} --prompt='class '")
+    say(f"\nnext: {command} sample --workdir={shlex.quote(str(workdir))} --prompt='class '")
 
 
 def sample_text(

@@ -50,8 +50,8 @@ class Workdir:
                 raise ConfigError(
                     f"workdir {self.path} holds another experiment:\n  "
                     + "\n  ".join(lines)
-                    + "\nuse another --workdir, or put these values back (optim.schedule_steps follows steps where it is "
-                    "not given); what a run may change in mid-course is marked in: jaxtrain config show"
+                    + "\nuse another --workdir, or put these values back (optim.schedule_steps follows steps where it "
+                    "is not given); what a run may change in mid-course is marked in: jaxtrain config show"
                 )
 
     def keep(self, config: ConfigDict) -> None:

@@ -127,7 +127,7 @@ BAD_FLAGS = {
     ),
     "warm-up longer than the schedule": (
         ["optim.warmup_steps=200"],
-        r"warmup_steps=200 must be less than the horizon of 200",
+        r"warmup_steps=200 must be less than the horizon of 200 steps",
     ),
     "no file": (["data.paths=nowhere/at/all"], r"'nowhere/at/all' matches no file"),
     "fewer rows than a batch": (["data.micro_batch_size=100000"], r"fewer than one micro-batch of 100000"),
