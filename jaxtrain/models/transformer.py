@@ -37,6 +37,7 @@ from jaxtrain.models.attention import (
     look_up_rotary,
     rotary_tables,
     rotate,
+    rows_or_nan,
     visible,
 )
 
@@ -213,7 +214,7 @@ class Embedding(nnx.Module):
         self.embedding = nnx.Param(_INIT_STD * jax.random.normal(rngs.params(), (vocab_size, d_model), jnp.float32))
 
     def __call__(self, tokens_BL):
-        return jnp.take(self.embedding[...], tokens_BL, axis=0, mode="fill", fill_value=jnp.nan)
+        return rows_or_nan(self.embedding[...], tokens_BL)
 
     def attend(self, hidden_BLD, out_dtype):
         return _project(hidden_BLD, self.embedding[...].T, out_dtype)

@@ -185,10 +185,11 @@ def test_another_document_leaves_a_document_bit_equal():
     np.testing.assert_array_equal(before[:, 5:], after[:, 5:])
 
 
-def test_an_id_outside_the_vocabulary_shows_as_nan_in_its_row_only():
+@pytest.mark.parametrize("bad_id", [MULTI_HEAD.vocab_size, -1, -100])
+def test_an_id_outside_the_vocabulary_shows_as_nan_in_its_row_only(bad_id):
     params = make_params(MULTI_HEAD)
     tokens = random_tokens(MULTI_HEAD, 2, 6)
-    tokens[1, 3] = MULTI_HEAD.vocab_size
+    tokens[1, 3] = bad_id
     logits = logits_of(MULTI_HEAD, params, tokens)
     assert np.all(np.isfinite(logits[0]))
     assert np.all(np.isnan(logits[1, 3:]))
@@ -215,9 +216,10 @@ def test_cudnn_is_asked_for_the_same_attention(monkeypatch, segmented):
     assert called == ["cudnn"]  # one traced layer, scanned
 
 
-def test_a_position_past_max_length_shows_as_nan():
+@pytest.mark.parametrize("bad_position", [GROUPED.max_length, -1])
+def test_a_position_outside_max_length_shows_as_nan(bad_position):
     params = make_params(GROUPED)
-    positions = np.array([[0, 1, GROUPED.max_length]], np.int32)
+    positions = np.array([[0, 1, bad_position]], np.int32)
     logits = logits_of(GROUPED, params, random_tokens(GROUPED, 1, 3), positions)
     assert np.all(np.isnan(logits[0, 2]))
 
