@@ -847,7 +847,7 @@ def test_the_reported_rate_is_the_one_applied(k):
     close(np.delete(reported, 2), rates)
 
 
-def test_RNG_02_a_key_depends_on_the_seed_and_the_micro_step_only():
+def test_RNG_02_RNG_06_a_key_depends_on_the_seed_and_the_micro_step_only():
     def loss(params, model_state, batch, key):
         drawn = model_state["key"] if key is None else jax.random.key_data(key)
         return linear(params, model_state, batch, key)._replace(
