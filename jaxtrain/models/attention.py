@@ -17,7 +17,7 @@ _MAX_QUERY_BLOCKS = 4
 
 def rows_or_nan(table_VD, index_BL):
     """Rows of a table (B, L, D). An index outside [0, V), negative ones included, gives NaN instead of another row."""
-    return table_VD.at[index_BL].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    return jnp.asarray(table_VD).at[index_BL].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 def rotary_tables(positions_L, channels: int, theta: float):
