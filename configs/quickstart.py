@@ -3,7 +3,7 @@
 Command:   jaxtrain train --config=configs/quickstart.py --workdir=runs/quickstart
 Hardware:  two CPU cores, three to four minutes; any accelerator.
 Batch:     16 rows x 256 tokens x 1 micro-batch = 4,096 tokens a step; 250 steps = 1.0 M of the text's 11.7 M bytes.
-Reached:   see docs/benchmarks.md
+Reached:   2.602 bits per byte on held-out files (bigram model 3.556, unigram model 4.850); see docs/benchmarks.md
 """
 
 from jaxtrain import config

