@@ -105,7 +105,8 @@ def train(
 
         evaluation = None
         if start["window"] and _due(start["window"], config.eval.every_steps) and not journal.is_evaluated():
-            journal.evaluated(run_evaluation())  # it was due when the attempt before was stopped
+            evaluation = run_evaluation()  # it was due when the attempt before was stopped
+            journal.evaluated(evaluation)
         for window in range(start["window"], config.steps):
             for _ in range(program.accumulation.micro_batches(window)):
                 with goodput.phase(Phase.INPUT):
@@ -145,7 +146,14 @@ def train(
             checkpoints.wait()
         journal.end(finished)
         saved = journal.step in checkpoints.steps()
-        return Outcome(state, journal.step, saved, finished, None if finished else preemption.requested, evaluation)
+        return Outcome(
+            state,
+            journal.step,
+            saved,
+            finished,
+            None if finished else preemption.requested,
+            evaluation if finished else None,
+        )
 
 
 def _due(done: int, every: int) -> bool:
