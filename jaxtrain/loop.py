@@ -77,7 +77,7 @@ def train(
         if start["window"]:
             journal.say(f"restored step {start['step']}: row {start['sample_index']:,} of the data is next")
             if start["window"] >= config.steps:
-                journal.say(f"all {config.steps} steps are done already; give more --config.steps to go on")
+                journal.say(f"all {config.steps} steps are done already: nothing to train")
             for change in platform_changes:
                 journal.say(f"not bit for bit as before: {change}")
         position = start["sample_index"]
