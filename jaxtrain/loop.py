@@ -116,6 +116,7 @@ def train(
                 batch, waited_s = taken
                 with journal.dispatch():
                     state, step_metrics = program.step(state, batch)
+                    feed.ahead()
                     record = reader.push(step_metrics)
                 journal.waited(waited_s)
                 journal.log(record)

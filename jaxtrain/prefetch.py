@@ -90,15 +90,24 @@ class DevicePrefetch:
 
     def __next__(self) -> tuple[Any, float]:
         taken = self.take()
+        self.ahead()
         assert taken is not None
         return taken
 
     def take(self, stop: Callable[[], bool] = lambda: False) -> tuple[Any, float] | None:
         """``next``, but None as soon as ``stop()`` is true while nothing is ready: a source that hangs must not hold up
-        a loop that was asked to save. ``stop`` is asked every 0.1 s; with ``depth=0`` it is not."""
+        a loop that was asked to save. ``stop`` is asked every 0.1 s; with ``depth=0`` it is not.
+
+        The thread goes on at ``ahead()``, or when nothing is ready: Python runs one thread at a time, so a loop calls
+        ``ahead()`` when it has dispatched its step and is about to wait for the devices.
+        """
         begin = time.perf_counter()
         result = self._ahead.take(stop)
         return None if result is _STOPPED else (result, time.perf_counter() - begin)
+
+    def ahead(self) -> None:
+        """Let the thread make what comes next, up to ``depth``; returns at once."""
+        self._ahead.go()
 
     def __enter__(self) -> "DevicePrefetch":
         return self
@@ -127,6 +136,7 @@ class _Ahead:
         self._ready: collections.deque[Any] = collections.deque()
         self._end: BaseException | None = None  # what next raises once _ready is empty
         self._closed = False
+        self._go = True
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         if depth:
@@ -138,22 +148,30 @@ class _Ahead:
         if self._thread is None and self._end is None and not self._closed:
             self._make()
         with self._changed:
+            if not self._ready:
+                self._go = True
+                self._changed.notify_all()
             while not self._changed.wait_for(lambda: self._ready or self._end is not None or self._closed, _POLL_S):
                 if stop():
                     return _STOPPED
             if self._closed:
                 raise RuntimeError("this DevicePrefetch is closed")
             if self._ready:
-                self._changed.notify_all()
+                self._go = False
                 return self._ready.popleft()
             raise self._end.with_traceback(self._end_traceback)
+
+    def go(self) -> None:
+        with self._changed:
+            self._go = True
+            self._changed.notify_all()
 
     def _run(self) -> None:
         try:
             while self._end is None:
                 with self._changed:
                     # Waiting BEFORE pulling bounds what exists to depth; a full queue would hold depth + 1.
-                    self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
+                    self._changed.wait_for(lambda: self._closed or (self._go and len(self._ready) < self._depth))
                     if self._closed:
                         return
                 self._make()

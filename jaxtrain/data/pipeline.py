@@ -1,11 +1,13 @@
 """Host micro-batches from any random-access source, addressed by ONE global sample index.
 
 A source has ``__len__`` and ``__getitem__(row) -> dict of arrays``, the same keys, shapes and dtypes for each row; it
-is read from several threads at once. It may also have ``read_rows(rows) -> dict of arrays`` with the rows stacked, which is
-then used in place of reading row by row. Sample s of a run belongs to epoch ``s // len(source)``, and each epoch is a
-permutation of its own: a pure function of (seed, epoch). So a position is a Python int, whatever the number of
-processes, threads or prefetched micro-batches, and a reader is rebuilt at it in constant time; there is no iterator
-state to save. grain does the shuffle and the reading threads; there are no worker processes.
+is read from several threads at once. It may also have ``read_rows(rows) -> dict of arrays`` with the rows stacked,
+which is then used in place of reading row by row.
+
+Sample s of a run belongs to epoch ``s // len(source)``, and each epoch is a permutation of its own: a pure function of
+(seed, epoch). So a position is a Python int, whatever the number of processes, threads or prefetched micro-batches, and
+a reader is rebuilt at it in constant time; there is no iterator state to save. grain does the shuffle and the reading
+threads; there are no worker processes.
 """
 
 import sys
@@ -230,8 +232,8 @@ def _take(source: Source, rows: Sequence[int]) -> dict[str, np.ndarray]:
         for name, leaf in leaves.items():
             if leaf.shape[:1] != (len(rows),):
                 raise ValueError(
-                    f"leaf {name!r} of the source's read_rows({len(rows)} rows) has the shape {leaf.shape}; its leading dim "
-                    "must be the rows"
+                    f"leaf {name!r} of the source's read_rows({len(rows)} rows) has the shape {leaf.shape}; its "
+                    "leading dim must be the rows"
                 )
         return leaves
     parts = [source[row] for row in rows]

@@ -110,7 +110,7 @@ def token_stream(texts: Iterable[bytes]) -> np.ndarray:
 class RowTable:
     """Random access to a stream's rows of L tokens: row i reads ``stream[i*L : (i+1)*L]`` and predicts the next token.
 
-    ``table[i]`` is a dict of fresh arrays of shape (L,); ``table.read_rows(rows)`` cuts several at once, (len(rows), L):
+    ``table[i]`` is a dict of fresh arrays (L,), ``table.read_rows(rows)`` cuts several at once, (len(rows), L):
 
     - ``tokens`` int32 - ``stream[i*L : (i+1)*L]``
     - ``targets`` int32 - ``stream[i*L+1 : (i+1)*L+1]``
