@@ -130,6 +130,21 @@ def test_data_05_position_is_restored_through_shuffle_prefetch_and_epochs():
         assert run(30 * cut, 17 - cut, cut % 4) == reference[cut:]
 
 
+def test_the_thread_rests_from_take_until_ahead():
+    made = []
+    with DevicePrefetch(itertools.count(), lambda item: made.append(item) or item, 1) as prefetch:
+        assert wait_for(lambda: made == [0])  # the first is made at once
+        assert prefetch.take()[0] == 0
+        time.sleep(0.2)
+        assert made == [0]
+        prefetch.ahead()
+        assert wait_for(lambda: made == [0, 1])
+        assert prefetch.take()[0] == 1
+        assert prefetch.take()[0] == 2  # nothing is ready: take itself wakes it
+        assert next(prefetch)[0] == 3
+        assert wait_for(lambda: made == [0, 1, 2, 3, 4])
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 

@@ -191,12 +191,9 @@ def _iterate(
     read: Callable[[int], dict[str, np.ndarray]], length: int, options: grain.ReadOptions
 ) -> Iterator[dict[str, np.ndarray]]:
     if options.num_threads == 0:
-        return map(read, range(length))
-    return _read_ahead(_Reader(read, length), options)
-
-
-def _read_ahead(reader: _Reader, options: grain.ReadOptions) -> Iterator[dict[str, np.ndarray]]:
-    iterator = iter(grain.MapDataset.source(reader).to_iter_dataset(options))
+        yield from map(read, range(length))
+        return
+    iterator = iter(grain.MapDataset.source(_Reader(read, length)).to_iter_dataset(options))
     try:
         yield from iterator
     finally:

@@ -276,6 +276,56 @@ def test_rows_that_disagree_name_the_leaf_and_the_rows():
         next(batches.at(3))
 
 
+class Together(Rows):
+    """The same rows, read several at once."""
+
+    def __getitem__(self, row):
+        raise AssertionError("read one by one")
+
+    def read_rows(self, rows):
+        if max(rows) >= self.count:
+            raise IndexError(max(rows))
+        one_by_one = [Rows.__getitem__(self, row) for row in rows]
+        return {name: np.stack([row[name] for row in one_by_one]) for name in one_by_one[0]}
+
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_source_that_reads_rows_together_gives_the_same_batches(threads):
+    def batches(source):
+        return list(itertools.islice(Batches(source, 3, seed=5, threads=threads).at(7), 9))
+
+    for one, other in zip(batches(Rows(10)), batches(Together(10)), strict=True):
+        assert one.keys() == other.keys()
+        for name, leaf in one.items():
+            assert other[name].dtype == leaf.dtype
+            np.testing.assert_array_equal(other[name], leaf)
+
+
+@pytest.mark.parametrize(("processes", "rows"), [(1, 10), (2, 10), (4, 9)])
+def test_rows_read_together_are_padded_and_spread_like_others(processes, rows):
+    class First(Together):  # InOrder looks at row 0 for the padding
+        def __getitem__(self, row):
+            assert row == 0
+            return Rows.__getitem__(self, row)
+
+    for process in range(processes):
+        options = {"process_index": process, "process_count": processes, "threads": 0}
+        one = list(InOrder(evenly_spaced(Rows(30), rows), 8, **options))
+        other = list(InOrder(evenly_spaced(First(30), rows), 8, **options))
+        assert len(one) == len(other) == 2
+        for a, b in zip(one, other, strict=True):
+            assert {n: v.tolist() for n, v in a.items()} == {n: v.tolist() for n, v in b.items()}
+
+
+def test_rows_read_together_need_their_leading_dim():
+    class Flat(Rows):
+        def read_rows(self, rows):
+            return {"x": np.zeros(7)}
+
+    with pytest.raises(ValueError, match=r"leaf 'x' of the source's read_rows\(2 rows\) has the shape \(7,\)"):
+        next(Batches(Flat(5), 2, seed=0, threads=0).at(0))
+
+
 @pytest.mark.parametrize("threads", [0, 2])
 def test_an_error_of_the_source_reaches_the_reader_in_its_place(threads):
     def delay(row):

@@ -263,6 +263,9 @@ def test_every_byte_is_predicted_exactly_once_and_rows_equal_the_slow_version(le
     table = RowTable(stream, length)
     rows = [table[i] for i in range(len(table))]
     assert [{k: v.tolist() for k, v in row.items()} for row in rows] == slow_rows(stream.tolist(), length)
+    order = generator.integers(0, len(table), 50)
+    for name, leaf in table.read_rows(order).items():
+        np.testing.assert_array_equal(leaf, [rows[i][name] for i in order])
     assert sum(row["weights"].sum() for row in rows) == sum(map(len, documents))
     predicted = b"".join(bytes(row["targets"][row["weights"] == 1].astype(np.uint8)) for row in rows)
     assert predicted == b"".join(documents)
