@@ -630,6 +630,29 @@ def test_DATA_04_what_was_read_ahead_is_read_again(base, tmp_path, monkeypatch, 
     assert recorder.rows + after.rows == [row for n in range(6) for row in base.batches.row_indices(n * ROWS)]
 
 
+def test_DATA_04_the_next_batch_is_made_while_the_step_runs(base, tmp_path, monkeypatch):
+    """Made before the loop waits for the devices, and one only: the position counts what was consumed."""
+    made, seen = [], []
+
+    class Told:
+        def at(self, sample_index):
+            for batch in base.batches.at(sample_index):
+                made.append(None)
+                yield batch
+
+    class Reader(loop.MetricsReader):
+        def push(self, new):
+            deadline = time.monotonic() + 20
+            while len(made) < len(seen) + 2 and time.monotonic() < deadline:
+                time.sleep(0.005)
+            seen.append(len(made))
+            return super().push(new)
+
+    monkeypatch.setattr(loop, "MetricsReader", Reader)
+    train(change(base, batches=Told(), steps=3, checkpoint__every_steps=0, eval__every_steps=0), tmp_path)
+    assert seen == [2, 3, 4]
+
+
 RNG_05 = {
     "eval": {"eval__every_steps": 1},
     "save": {"checkpoint__every_steps": 1},

@@ -138,19 +138,19 @@ class RowTable:
         return {name: leaf[0] for name, leaf in self.read_rows([row]).items()}
 
     def read_rows(self, rows: Sequence[int]) -> dict[str, np.ndarray]:
-        shape = (len(rows), self.sequence_length)
-        tokens, targets = (np.full(shape, DOCUMENT_START, np.int32) for _ in range(2))
+        length = self.sequence_length
+        tokens, targets = (np.full((len(rows), length), DOCUMENT_START, np.int32) for _ in range(2))
         filled = np.empty((len(rows), 1), np.int64)
         for i, row in enumerate(map(operator.index, rows)):
             if not 0 <= row < len(self):
                 raise IndexError(f"row {row} of a table of {len(self)} rows")
-            chunk = self._stream[row * shape[1] : (row + 1) * shape[1] + 1]
+            chunk = self._stream[row * length : (row + 1) * length + 1]
             filled[i] = chunk.size - 1
             tokens[i, : chunk.size - 1] = chunk[:-1]
             targets[i, : chunk.size - 1] = chunk[1:]
 
         starts = tokens == DOCUMENT_START
-        indices = np.arange(shape[1], dtype=np.int32)
+        indices = np.arange(length, dtype=np.int32)
         positions = indices - np.maximum.accumulate(np.where(starts, indices, np.int32(0)), axis=1)
         segment_ids = np.cumsum(starts, axis=1, dtype=np.int32) + ~starts[:, :1]
         segment_ids[indices >= filled] = 0
