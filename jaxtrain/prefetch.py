@@ -42,8 +42,8 @@ def to_devices(batch: Any, shardings: Any) -> Any:
     if jax.process_count() == 1 and not any(isinstance(leaf, jax.Array) for leaf in leaves):
         try:
             return tree.unflatten(_placing(tuple(targets))(*private))
-        except ValueError:
-            pass  # it does not name the leaf; what follows does
+        except (ValueError, FloatingPointError):
+            pass  # it does not name the leaf, and under jax_debug_nans refuses a NaN; what follows does better
 
     def put(path, leaf, sharding):
         try:

@@ -376,6 +376,13 @@ def test_values_shardings_and_dtypes():
     np.testing.assert_array_equal(again, host["tokens"])
 
 
+def test_placing_a_nan_is_not_computing_one():
+    host = np.array([1, np.nan], np.float32)
+    with jax.debug_nans(True):
+        batch = to_devices({"x": host}, SingleDeviceSharding(jax.devices()[0]))
+    np.testing.assert_array_equal(batch["x"], host)
+
+
 def test_rows_that_do_not_divide_name_the_leaf():
     sharding = NamedSharding(Mesh(jax.devices(), ("data",)), PartitionSpec("data"))
     with pytest.raises(ValueError, match=r"inputs/tokens: \(12, 2\) does not fit its sharding: [\s\S]*8 times"):
