@@ -6,6 +6,7 @@ at once by Ctrl-C.
 """
 
 import argparse
+import contextlib
 import difflib
 import importlib.util
 import json
@@ -14,9 +15,11 @@ import os
 import pathlib
 import shlex
 import shutil
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -42,12 +45,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"jaxtrain: {error}", file=sys.stderr)
         return BAD_INPUT
+    except _Terminated:
+        print(f"jaxtrain: SIGTERM: stopped. Go on with the same line:\n  {arguments.line}", file=sys.stderr)
+        return STOPPED
     except KeyboardInterrupt:
         print("jaxtrain: interrupted; what the newest checkpoint holds is safe.", file=sys.stderr)
         return INTERRUPTED
     except Exception:
         traceback.print_exc()
         return FAILED
+
+
+class _Terminated(BaseException):
+    """SIGTERM outside of the loop, which has its own way to stop: while a run starts, or draws its end."""
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    def terminate(number: int, frame: Any) -> None:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # Python allows no handlers there
+        yield
+        return
+    former = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if former is None else former)
 
 
 def _command() -> str:
@@ -77,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     for sub in (evaluation, sample):
         sub.add_argument("--workdir", required=True, metavar="DIR", help="the directory of a run")
         sub.add_argument("--step", type=int, help="which checkpoint; by default the newest verified one")
+    evaluation.add_argument("--json", action="store_true", help="as JSON")
     sample.add_argument("--prompt", help="what the text begins with; by default the config's sample.prompt")
     sample.add_argument("--tokens", type=int, help="how many to generate; by default the config's sample.tokens")
     sample.add_argument("--temperature", type=float, help="0: always the likeliest")
@@ -146,6 +172,7 @@ def load_config(spec: str | None, overrides: dict[str, str]) -> ConfigDict:
     return config_lib.resolve(config_lib.override(config, overrides))
 
 
+@_terminable()
 def _train(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
     config = load_config(arguments.config, overrides)
     _set_up_jax(config)
@@ -186,7 +213,13 @@ def _eval(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
     result = evaluate(program, view, experiment.held_out)
     numbers = {name: value if math.isfinite(value) else None for name, value in result.items()}  # JSON has no NaN
     counts = restored.host_state["counts"]
-    say(json.dumps({"step": counts["step"], "micro_step": counts["micro_step"], **numbers}))
+    line = {"step": counts["step"], "micro_step": counts["micro_step"], **numbers}
+    if arguments.json:
+        say(json.dumps(line))
+        return DONE
+    width = max(map(len, line))
+    for name, value in line.items():
+        say(f"{name:<{width}}  {value:,.4f}" if isinstance(value, float) else f"{name:<{width}}  {value}")
     return DONE
 
 
@@ -241,11 +274,13 @@ def _set_up_jax(config: ConfigDict) -> None:
     import jax  # heavy: only commands that compute load jax
 
     if config.compile_cache:
-        directory = pathlib.Path(config.compile_cache).expanduser().absolute()
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"config: compile_cache={directory} cannot be made: {error.strerror}.") from error
+        directory = config.compile_cache
+        if "://" not in directory:  # an object store is JAX's to open, and to complain of
+            directory = pathlib.Path(directory).expanduser().absolute()
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"config: compile_cache={directory} cannot be made: {error.strerror}.") from error
         jax.config.update("jax_compilation_cache_dir", str(directory))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 

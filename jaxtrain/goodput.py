@@ -13,6 +13,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.workdir import write_whole
+
 FORMAT = 1
 
 
@@ -66,19 +68,6 @@ class Goodput:
         """A context whose time counts as ``phase``; a phase inside it interrupts it, so no second counts twice."""
         return self._spans[phase]
 
-    def add(self, phase: Phase, seconds: float) -> None:
-        """Counts ``seconds``, measured elsewhere, as ``phase`` instead of as the phase that runs now.
-
-        They have passed already, so no more can move than the running phase has counted: the rest is dropped, and the
-        sum stays the wall time. Raises ValueError for negative or non-finite ``seconds``.
-        """
-        if not (math.isfinite(seconds) and seconds >= 0):
-            raise ValueError(f"{phase}: cannot add {seconds} seconds")
-        self._settle()
-        moved = min(seconds, self._seconds[self._current])
-        self._seconds[self._current] -= moved
-        self._seconds[_INDEX[phase]] += moved
-
     def reached(self, step: int) -> None:
         """The run stands at ``step`` applied updates: call it after a restore and after each step."""
         self._step = step
@@ -114,10 +103,6 @@ class Goodput:
         attempts = [a["seconds"] for a in self._former] + [self.attempt_seconds()]
         return {phase: math.fsum(a[phase] for a in attempts) for phase in _PHASES}
 
-    def fraction(self) -> float:
-        """Seconds of ``step`` / seconds of everything, over all attempts; 0 before any time has passed."""
-        return _fraction(self.total_seconds())
-
     def save(self) -> None:
         """Writes the file, whole or not at all. It waits for the disk: milliseconds, so at the logging cadence."""
         this = {"seconds": self.attempt_seconds(), "last_step": self._step}
@@ -130,21 +115,7 @@ class Goodput:
             "goodput": _fraction(total),
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        with temporary.open("w") as file:
-            json.dump(content, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path)
-
-    def table(self) -> str:
-        """Phases, seconds and shares of the wall time of all attempts, as lines for a person; the largest first."""
-        total = self.total_seconds()
-        wall_s = math.fsum(total.values())
-        rows = sorted(((s, phase) for phase, s in total.items() if s > 0), reverse=True)
-        lines = [f"{phase:<10} {s:>12,.1f} s {s / wall_s:>7.1%}" for s, phase in rows]
-        starts = f"{self.attempts} attempt" + "s" * (self.attempts > 1)
-        return "\n".join([*lines, f"{'wall time':<10} {wall_s:>12,.1f} s   goodput {_fraction(total):.1%}, {starts}"])
+        write_whole(self.path, json.dumps(content, indent=1).encode())
 
     def _settle(self) -> None:
         now_s = self._clock()

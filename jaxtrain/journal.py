@@ -44,13 +44,14 @@ class Journal:
         self.window, self.step = start["window"], start["step"]
         self.micro_step, self.tokens = start["micro_step"], start["tokens"]
         self._goodput, self._config = goodput, experiment.config
-        lines = metrics.JsonlWriter(workdir.path / "metrics.jsonl", self.step, self.micro_step)
+        resumed = self.step if self.window else None
+        lines = metrics.JsonlWriter(workdir.path / "metrics.jsonl", resumed, self.micro_step)
         goodput.rework(lines.furthest_step)  # younger than what goodput.json knows
         told = lines.last_evaluation or {}
         self._evaluated = (told.get("step"), told.get("micro_step"))
         self._trackers: list[metrics.Callback] = [
             lines,
-            metrics.TensorBoardWriter(workdir.path / "tensorboard", self.step),
+            metrics.TensorBoardWriter(workdir.path / "tensorboard", resumed),
             *callbacks,
         ]
         goodput.reached(self.step)
@@ -110,17 +111,18 @@ class Journal:
         """The last record of a run that ends by an exception, which nothing that happens here may replace."""
         with contextlib.suppress(Exception):
             self._take(reader.drain(), always=True)
-            if not self._written and self._newest is not None:
-                self._write(self._newest)
 
     def _take(self, record: dict[str, Any] | None, always: bool) -> bool:
+        """Whether the record completes a window; ``always`` also writes one taken before that has no line yet."""
         if record is None or not record["window_done"]:
+            if always and not self._written:
+                self._write(self._newest)
             return False
         self.window, self.step = record["window"], record["step"]
         self.micro_step, self.tokens = record["micro_step"], record["tokens"]
         self._goodput.reached(self.step)
         self._newest, self._written = record, False
-        self._progress.update({"step": self.window})  # moves the bar; a pipe sees lines only
+        self._progress.update({"step": self.step, "window": self.window})  # moves the bar; a pipe sees lines only
         if always or self.window % self._config.log_every_steps == 0 or record["skipped_in_a_row"]:
             self._write(record)
         return True
@@ -130,7 +132,7 @@ class Journal:
         self._written = True
         for tracker in self._trackers:
             tracker.on_log(line)
-        self._progress.update(line | {"step": self.window})
+        self._progress.update(line | {"window": self.window})
 
     def _line(self, record: dict[str, Any]) -> dict[str, Any]:
         now = time.perf_counter()
@@ -178,7 +180,7 @@ class Journal:
         }
         for tracker in self._trackers:
             tracker.on_eval(line)
-        self._progress.update(line | {"step": self.window})
+        self._progress.update(line | {"window": self.window})
 
     def saved(self, path: Any) -> None:
         for tracker in self._trackers:

@@ -129,7 +129,7 @@ def train(
             if stop or last or _due(done, config.eval.every_steps) or _due(done, config.checkpoint.every_steps):
                 with goodput.phase(Phase.STEP):
                     record = reader.drain()
-                journal.log(record, always=last)
+                journal.log(record, always=last or stop)
             if not stop and (last or _due(done, config.eval.every_steps)):
                 evaluation = run_evaluation()
                 journal.evaluated(evaluation)

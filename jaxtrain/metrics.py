@@ -12,9 +12,10 @@ import numbers
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, Self, runtime_checkable
+
+from jaxtrain.workdir import write_whole
 
 Record = Mapping[str, float | int | None]
 
@@ -73,7 +74,7 @@ class JsonlWriter(CallbackBase):
     end. ``on_end`` closes the file and writes no line: a summary has no step.
 
     On opening, what a former attempt wrote beyond ``resume_step`` moves to ``metrics.attempt<N>.jsonl`` (the first
-    unused N, from 1): every line for a fresh start (``None`` or 0), and always lines without a readable ``step``, such
+    unused N, from 1): every line for a fresh start (``None``), and always lines without a readable ``step``, such
     as the torn last line of a killed attempt. ``resume_micro_step`` also moves the lines of windows that were skipped
     after the resumed point, whose ``step`` is the same. Kept lines keep their bytes. A kill in the middle may leave
     lines in both files, never in none.
@@ -90,11 +91,11 @@ class JsonlWriter(CallbackBase):
         _check_resume_step(resume_step)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
-            self._look(resume_step or 0, resume_micro_step)
-            self.set_aside = _split_attempt(self.path, resume_step or 0, resume_micro_step)
+            self._look(resume_step, resume_micro_step)
+            self.set_aside = _split_attempt(self.path, resume_step, resume_micro_step)
         self._file = self.path.open("ab")
 
-    def _look(self, resume_step: int, resume_micro_step: int | None) -> None:
+    def _look(self, resume_step: int | None, resume_micro_step: int | None) -> None:
         with self.path.open("rb") as file:
             for line in file:
                 record = _parse(line) or {}
@@ -148,7 +149,7 @@ class TensorBoardWriter(CallbackBase):
     out; NaN and infinities are written, TensorBoard marks them. A kill costs at most the last 10 s of events.
 
     Opening a directory that holds events hides, in TensorBoard, those beyond ``resume_step`` (all of them for a fresh
-    start, ``None`` or 0); the files of former attempts stay as they are. ``on_end`` closes the writer.
+    start, ``None``); the files of former attempts stay as they are. ``on_end`` closes the writer.
 
     Raises as :class:`JsonlWriter` does.
     """
@@ -165,7 +166,7 @@ class TensorBoardWriter(CallbackBase):
         # tensorboardX names them by the second and truncates: the suffix tells two starts within one second apart.
         self._writer: tensorboardX.SummaryWriter | None = tensorboardX.SummaryWriter(
             str(self.directory),
-            purge_step=resume_step + 1 if resume_step else (0 if former else None),
+            purge_step=resume_step + 1 if resume_step is not None else (0 if former else None),
             filename_suffix=f".{former:05d}",
             max_queue=TENSORBOARD_QUEUE,
             flush_secs=TENSORBOARD_FLUSH_S,
@@ -222,7 +223,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
-def _split_attempt(path: Path, resume_step: int, resume_micro_step: int | None) -> Path | None:
+def _split_attempt(path: Path, resume_step: int | None, resume_micro_step: int | None) -> Path | None:
     """Moves the lines beyond the resumed point out of ``path``; returns the file they went to."""
     keep: list[bytes] = []
     move: list[bytes] = []
@@ -233,41 +234,25 @@ def _split_attempt(path: Path, resume_step: int, resume_micro_step: int | None) 
     aside = None
     if move:  # first the copy, then the removal: a kill in between doubles lines and loses none
         aside = next(p for n in itertools.count(1) if not (p := _attempt_path(path, n)).exists())
-        _write_atomically(aside, b"".join(move))
+        write_whole(aside, b"".join(move))
     whole = b"".join(keep)
     if whole and not whole.endswith(b"\n"):
         whole += b"\n"  # killed between an object's last byte and its newline
     elif not move:
         return None
-    _write_atomically(path, whole)
+    write_whole(path, whole)
     return aside
 
 
-def _within(record: Mapping[str, Any], resume_step: int, resume_micro_step: int | None) -> bool:
+def _within(record: Mapping[str, Any], resume_step: int | None, resume_micro_step: int | None) -> bool:
     step, micro_step = record.get("step"), record.get("micro_step", 0)
-    if not (resume_step > 0 and isinstance(step, int) and step <= resume_step):
+    if resume_step is None or not (isinstance(step, int) and step <= resume_step):
         return False
     return resume_micro_step is None or (isinstance(micro_step, int) and micro_step <= resume_micro_step)
 
 
 def _attempt_path(path: Path, n: int) -> Path:
     return path.with_name(f"{path.stem}.attempt{n}{path.suffix}")
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    """All of ``content`` under ``path``, on the disk, or ``path`` as it was."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    with suppress(OSError):  # some network file systems cannot sync a directory; the rename stands all the same
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -6,17 +6,17 @@ Nothing here can stop a run: a reader that went away (``jaxtrain train | head``)
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, TextIO
+
+from jaxtrain.metrics import Record
 
 if TYPE_CHECKING:
     from rich.live import Live
 
 REFRESH_PER_SECOND = 4  # of a terminal
 _BAR_WIDTHS = (10, 40)  # smallest and largest, in characters
-
-Record = Mapping[str, float | int | None]
 
 
 def say(text: str = "", stream: TextIO | None = None) -> None:
@@ -25,32 +25,33 @@ def say(text: str = "", stream: TextIO | None = None) -> None:
 
 
 class Progress:
-    """Shows how far ``total_steps`` a run is, from ``initial_step`` (the restored step) on.
+    """Shows how far a run of ``total`` windows is, from window ``initial`` (the restored one) on.
 
     ``stream`` is stdout unless given. A terminal gets one bar with step, time left, loss, tokens/s, MFU and the last
-    evaluation, redrawn at most 4 times a second by a thread; it appears at the first :meth:`update`. Any other stream
-    gets one line per record. Names it knows: ``step`` (applied updates), ``loss``, ``learning_rate``, ``grad_norm``,
-    ``tokens_per_s``, ``mfu`` (a fraction of 1), ``skipped_steps``, ``eval/<anything>``; a record of ``step`` alone
-    moves the bar and prints no line. The time left counts the speed since the first update of this run, evaluations
-    and saves included and the first compilation not. ``clock`` gives seconds.
+    evaluation, redrawn at most 4 times a second by a thread, and a line above it for each evaluation; the bar appears
+    at the first :meth:`update`. Any other stream gets one line per record. Names it knows: ``step`` (applied updates),
+    ``window`` (those done, skipped ones too; ``step`` where it is not given), ``loss``, ``learning_rate``,
+    ``grad_norm``, ``tokens_per_s``, ``mfu`` (a fraction of 1), ``skipped_steps``, ``eval/<anything>``; a record of
+    ``step`` and ``window`` alone moves the bar and prints no line. The time left counts the speed since the first
+    update of this run, evaluations and saves included and the first compilation not. ``clock`` gives seconds.
 
-    Raises ValueError unless 0 <= initial_step <= total_steps and total_steps >= 1.
+    Raises ValueError unless 0 <= initial <= total and total >= 1.
     """
 
     def __init__(
         self,
-        total_steps: int,
-        initial_step: int = 0,
+        total: int,
+        initial: int = 0,
         stream: TextIO | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
     ):
-        if not (total_steps >= 1 and 0 <= initial_step <= total_steps):
-            raise ValueError(f"cannot show step {initial_step} of {total_steps} steps")
-        self._total, self._step = total_steps, initial_step
+        if not (total >= 1 and 0 <= initial <= total):
+            raise ValueError(f"cannot show step {initial} of {total} steps")
+        self._total, self._window, self._step = total, initial, initial
         self._stream = _Stream(stream)
         self._clock = clock
-        self._first: tuple[int, float] | None = None  # step and second of this run's first update
+        self._first: tuple[int, float] | None = None  # window and second of this run's first update
         self._last_s = 0.0
         self._shown: dict[str, float | int | None] = {}  # the newest value of each name
         self._status: tuple[str, float] | None = None
@@ -63,14 +64,16 @@ class Progress:
             return
         self._last_s = self._clock()
         if (step := record.get("step")) is not None:
-            self._step = int(step)
+            self._step, self._window = int(step), int(record.get("window", step))
         if self._first is None:
-            self._first = (self._step, self._last_s)
+            self._first = (self._window, self._last_s)
         if self._stream.terminal:
             self._shown.update(record)
             if self._live is None:
                 self._live = _start_live(self._stream, self._render)
-        elif any(name != "step" for name in record):
+            if any(name.startswith("eval/") for name in record):
+                self.message(self._plain(record))
+        elif record.keys() - {"step", "window"}:
             self._stream.line(self._plain(record))
 
     def message(self, text: str) -> None:
@@ -110,10 +113,10 @@ class Progress:
 
     def _eta_s(self) -> float | None:
         """Seconds left at the speed of this run, None before there is one."""
-        if self._first is None or self._step <= self._first[0]:
+        if self._first is None or self._window <= self._first[0]:
             return None
-        seconds_per_step = (self._last_s - self._first[1]) / (self._step - self._first[0])
-        return max(0.0, (self._total - self._step) * seconds_per_step - (self._clock() - self._last_s))
+        seconds_per_window = (self._last_s - self._first[1]) / (self._window - self._first[0])
+        return max(0.0, (self._total - self._window) * seconds_per_window - (self._clock() - self._last_s))
 
     def _plain(self, record: Record) -> str:
         parts = [f"step {self._step}/{self._total}"]
@@ -161,7 +164,7 @@ class Progress:
         grid = Table.grid(padding=(0, 1))
         for _ in range(3):
             grid.add_column(no_wrap=True)
-        grid.add_row(Text(before), ProgressBar(total=self._total, completed=self._step, width=bar_width), Text(after))
+        grid.add_row(Text(before), ProgressBar(total=self._total, completed=self._window, width=bar_width), Text(after))
         return grid
 
 

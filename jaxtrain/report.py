@@ -3,6 +3,7 @@
 import functools
 import pathlib
 import shlex
+import unicodedata
 from typing import TextIO
 
 import jax
@@ -60,7 +61,7 @@ def sample_text(
 ) -> str:
     """``prompt`` and what the model makes of it: up to ``tokens`` more bytes, as many as fit, or the document's end.
 
-    Control characters come as escapes, so that printing it cannot disturb a terminal.
+    Control characters and changes of the writing direction come as escapes: printing it cannot disturb a terminal.
 
     Raises:
         ValueError: the prompt alone fills the model's ``max_length``.
@@ -74,7 +75,15 @@ def sample_text(
     made = jax.device_get(new)[len(ids) :].tolist()
     end = next((i for i, token in enumerate(made) if token >= text.DOCUMENT_START), len(made))
     shown = prompt + bytes(made[:end]).decode(errors="replace")
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in shown)
+    return "".join(c.encode("unicode_escape").decode() if _disturbs(c) else c for c in shown)
+
+
+def _disturbs(character: str) -> bool:
+    if character in "\n\t":
+        return False
+    embeddings_and_isolates = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+    kind = unicodedata.category(character)
+    return kind in ("Cc", "Zl", "Zp") or unicodedata.bidirectional(character) in embeddings_and_isolates
 
 
 def _room(experiment: Experiment, prompt: str) -> int:

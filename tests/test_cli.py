@@ -31,7 +31,7 @@ from test_loop import (
 )
 
 import jaxtrain.assemble
-from jaxtrain import cli, config, loop
+from jaxtrain import cli, config, loop, report
 from jaxtrain.checkpoint.store import Checkpoints
 from jaxtrain.workdir import Workdir
 
@@ -221,6 +221,30 @@ def test_a_flag_without_a_value(refused, config_file):
 
 # -- a workdir that exists: refused, and nothing in it is touched ------------------------------------------------------
 
+
+@pytest.mark.parametrize("where", ["start", "end"])
+def test_PRE_01_sigterm_outside_of_the_loop(run, config_file, copy, monkeypatch, where):
+    """While the text is read, or the picture drawn: the same exit code, the same advice, and the same line ends it."""
+    target = (jaxtrain.assemble, "assemble") if where == "start" else (report, "finish")
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(*target, lambda *_, **__: sigterm())
+        code, _, err = run("train", f"--config={config_file}", f"--workdir={copy}")
+    assert (code, signal.getsignal(signal.SIGTERM)) == (75, before)
+    assert err.splitlines()[0] == "jaxtrain: SIGTERM: stopped. Go on with the same line:"
+    assert shlex.split(err.splitlines()[1])[1] == "train"
+    assert run("train", f"--config={config_file}", f"--workdir={copy}")[0] == 0
+
+
+def test_a_compile_cache_in_an_object_store_is_left_to_jax(run, config_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jaxtrain.assemble, "assemble", boom)
+    cache = "--config.compile_cache=gs://bucket/cache"
+    assert run("train", f"--config={config_file}", "--workdir=run", cache)[0] == 70
+    assert jax.config.jax_compilation_cache_dir == "gs://bucket/cache"
+    assert list(tmp_path.iterdir()) == []
+
+
 DRIFT = ["model.dropout=0.2", "optim.b1=0.8", "seed=4", "data.micro_batch_size=8", "optim.schedule_steps=100"]
 REFUSED_LATER = {  # these keys may change, so only assembling finds that the values cannot work
     "mesh of 3": (["mesh.data=3", "steps=9"], r"needs 3 devices and 8 are here"),
@@ -330,7 +354,7 @@ def test_a_damaged_checkpoint_asked_for_by_name(refused, run, copy):
     before = contents(copy)
     refused(rf"checkpoint 6 .*{data.name}", "eval", f"--workdir={copy}", "--step=6")
     assert contents(copy) == before
-    assert json.loads(run("eval", f"--workdir={copy}", "--step=3")[1])["step"] == 3
+    assert json.loads(run("eval", f"--workdir={copy}", "--step=3", "--json")[1])["step"] == 3
 
 
 # -- an exception: 70 --------------------------------------------------------------------------------------------------
@@ -426,12 +450,17 @@ def test_train_tells_what_it_will_run(finished, config_file):
 def test_eval_prints_the_evaluation_of_the_run(run, finished, step):
     workdir = finished[0]
     before = contents(workdir)
-    code, out, err = run("eval", f"--workdir={workdir}", *([] if step is None else [f"--step={step}"]))
+    code, out, err = run("eval", f"--workdir={workdir}", "--json", *([] if step is None else [f"--step={step}"]))
     assert code == 0, err
     (wanted,) = [line for line in lines(workdir, "eval/loss") if line["step"] == (step or 6)]
     del wanted["time_s"]
     assert json.loads(out) == wanted
     assert contents(workdir) == before
+    shown = dict(
+        re.split("  +", row) for row in run("eval", f"--workdir={workdir}", f"--step={step or 6}")[1].splitlines()
+    )
+    assert shown.keys() == wanted.keys()
+    assert float(shown["eval/bits_per_byte"]) == pytest.approx(wanted["eval/bits_per_byte"], abs=5e-5)
 
 
 def test_reading_disturbs_no_running_save(run, copy):

@@ -773,6 +773,15 @@ def test_PRE_01_in_the_middle_of_a_window(windows_of_4, tmp_path, call):
     assert steps_logged(tmp_path) == list(range(1, 7))
 
 
+@pytest.mark.parametrize("call", [10, 12])  # in the middle of the third window, at its end
+def test_PRE_01_the_last_window_has_its_line_whatever_the_cadence(windows_of_4, tmp_path, call):
+    program = Recorder(windows_of_4, at={call: sigterm})
+    outcome = train(change(windows_of_4, program, log_every_steps=1000), tmp_path)
+    assert steps_logged(tmp_path) == [outcome.step] == [call // 4]
+    assert train(change(windows_of_4, log_every_steps=1000), tmp_path).finished
+    assert steps_logged(tmp_path) == [call // 4, 6]
+
+
 def test_PRE_01_before_the_first_window_is_done_nothing_is_written(windows_of_4, tmp_path):
     outcome = train(change(windows_of_4, Recorder(windows_of_4, at={2: sigterm})), tmp_path)
     assert (outcome.finished, outcome.step, outcome.stopped_by) == (False, 0, "SIGTERM")

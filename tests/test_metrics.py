@@ -104,14 +104,23 @@ def test_each_attempt_gets_the_first_unused_number(tmp_path):
     assert [r["step"] for r in read_jsonl(tmp_path / "metrics.attempt3.jsonl")] == [3, 4]
 
 
-@pytest.mark.parametrize("resume_step", [None, 0])
-def test_a_fresh_start_moves_everything(tmp_path, resume_step):
+def test_a_fresh_start_moves_everything(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, [0, 1])
     before = path.read_bytes()
-    JsonlWriter(path, resume_step).close()
+    JsonlWriter(path, None).close()
     assert path.read_bytes() == b""
     assert (tmp_path / "metrics.attempt1.jsonl").read_bytes() == before
+
+
+def test_a_resume_at_step_0_keeps_the_windows_that_were_skipped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with JsonlWriter(path, None) as writer:
+        for micro_step, step in ((1, 0), (2, 0), (3, 0), (4, 1)):
+            writer.on_log({"step": step, "micro_step": micro_step})
+    JsonlWriter(path, 0, 2).close()
+    assert [r["micro_step"] for r in read_jsonl(path)] == [1, 2]
+    assert [r["micro_step"] for r in read_jsonl(tmp_path / "metrics.attempt1.jsonl")] == [3, 4]
 
 
 def test_nothing_to_move_leaves_the_file_untouched(tmp_path):
@@ -267,6 +276,8 @@ def test_tensorboard_gets_scalars_over_steps(tmp_path):
     curves = shown(tmp_path / "tb")
     assert math.isnan(curves.pop("train/grad_norm")[10])
     assert curves == {"train/loss": {10: 0.5, 20: 0.125}, "train/tokens": {10: 3.0}, "eval/loss": {10: 0.25}}
+    (path,) = (tmp_path / "tb").iterdir()
+    assert [len(event.summary.value) for event in events_of(path)] == [0, 3, 1, 1]  # one event for a whole line
 
 
 def test_events_beyond_the_restored_step_vanish_even_within_one_second(tmp_path):
@@ -282,9 +293,11 @@ def test_events_beyond_the_restored_step_vanish_even_within_one_second(tmp_path)
     assert shown(tmp_path) == {"train/loss": {0: 1.0, 1: 1.0, 2: 1.0, 3: 2.0, 4: 3.0}}
     attempt([1], 4.0, None)
     assert shown(tmp_path) == {"train/loss": {1: 4.0}}
-    attempt([0], 5.0, 0)
+    attempt([0], 5.0, None)
     assert shown(tmp_path) == {"train/loss": {0: 5.0}}
-    assert len(list(tmp_path.iterdir())) == 5
+    attempt([1], 6.0, 0)  # restored after windows that were all skipped
+    assert shown(tmp_path) == {"train/loss": {0: 5.0, 1: 6.0}}
+    assert len(list(tmp_path.iterdir())) == 6
 
 
 def test_a_first_start_purges_nothing(tmp_path):

@@ -247,13 +247,38 @@ def test_a_terminal_gets_one_bar_from_the_restored_step_on(terminal):
 def test_the_time_left_runs_down_between_updates(terminal):
     clock = Clock()
     p = Progress(100, 0, terminal, clock=clock)
-    p._first, p._step, p._last_s = (10, 0.0), 20, 10.0  # one second a step, 80 to go at second 10
+    p._first, p._window, p._last_s = (10, 0.0), 20, 10.0  # one second a step, 80 to go at second 10
     clock.now_s = 10.0
     assert p._eta_s() == 80.0
     clock.now_s = 35.0
     assert p._eta_s() == 55.0
     clock.now_s = 1000.0
     assert p._eta_s() == 0.0
+
+
+def test_evaluations_stay_above_the_bar_and_the_last_one_in_it(terminal):
+    with Progress(10, 0, terminal) as p:
+        for step, bits in ((1, 3.0), (2, 2.5)):
+            p.update({"step": step, "loss": 2.0})
+            p.update({"step": step, "eval/bits_per_byte": bits})
+    shown = terminal.lines()
+    for line in ("step 1/10  eval bits/byte 3.0000", "step 2/10  eval bits/byte 2.5000"):
+        assert shown.count(line) == 1
+    assert shown[-1].endswith("loss 2.0000  eval 2.500 bits/byte")
+
+
+def test_skipped_windows_move_the_bar_and_are_no_steps(terminal):
+    """Of 10 windows 8 are done, 3 of them skipped: 5 steps, and 2 windows of a second each are left."""
+    clock, out = Clock(), io.StringIO()
+    with Progress(10, 0, terminal, clock=clock) as bar, Progress(10, 0, out, clock=clock) as pipe:
+        for window in range(1, 9):
+            clock.now_s = float(window)
+            record = {"step": min(window, 5), "window": window, "loss": 1.0, "skipped_steps": max(window - 5, 0)}
+            bar.update(record)
+            pipe.update(record)
+    assert terminal.lines()[-1].startswith("5/10 ")
+    assert "eta 2s" in terminal.lines()[-1]
+    assert out.getvalue().splitlines()[-1] == "step 5/10  loss 1.0000  skipped 3  eta 2s"
 
 
 def test_an_evaluation_in_nats_is_shown_where_there_are_no_bits(terminal):
@@ -278,7 +303,9 @@ def test_a_narrow_terminal_loses_the_least_missed_part_first(terminal, monkeypat
     monkeypatch.setenv("COLUMNS", str(width))
     with Progress(1000, 0, terminal) as p:
         p.update(RECORD | {"mfu": 0.4123, "eval/bits_per_byte": 1.0})
-    for line in terminal.lines():
+    bars = [line for line in terminal.lines() if line.startswith("120/1000 ")]
+    assert bars
+    for line in bars:
         assert len(line) <= width
         assert re.fullmatch(rf"120/1000 [━╸╺]+ ?{re.escape(after)}", line)
 

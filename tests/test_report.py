@@ -145,3 +145,12 @@ def test_a_sample_cannot_write_to_the_terminal(monkeypatch, tmp_path):
     """An untrained model says escape sequences as readily as letters: they are shown, not sent."""
     out = finished(Experiment(monkeypatch, b"\x1b[2J\x07\x00\r"), tmp_path / "run")
     assert not {"\x1b", "\x07", "\x00", "\r"} & set(out)
+    for disturbing in ("\x85", "\u2028", "\u202e", "\u2066"):  # C1, a line separator, changes of direction
+        assert text(Experiment(monkeypatch, disturbing.encode())) == "ab" + disturbing.encode("unicode_escape").decode()
+
+
+def test_a_sample_shows_what_people_write(monkeypatch):
+    """No-break and ideographic spaces, a soft hyphen, an emoji family with its joiners, Arabic letters."""
+    for written in ("a\u00a0b", "\u3000", "\u00ad", "\U0001f468\u200d\U0001f469", "\u0633\u0644"):
+        made = text(Experiment(monkeypatch, written.encode()), tokens=len(written.encode()))
+        assert made == "ab" + written

@@ -162,18 +162,37 @@ def test_another_experiment_is_listed_with_the_remedy_and_changes_nothing(held):
     assert (held.path / "config.json").read_bytes() == first
 
 
-@pytest.mark.parametrize("where", ["dump", "fsync", "replace"])
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({}, "this run's rate is 0 after step 1000: to train longer, begin anew in another --workdir"),
+        (
+            {"optim__end_learning_rate": 1e-5},
+            "to go to step 2000 on this run's own schedule, add --config.optim.schedule_steps=1000",
+        ),
+    ],
+)
+def test_more_steps_on_a_schedule_that_follows_them(held, changes, advice):
+    held.keep(resolved(**changes))
+    with pytest.raises(ConfigError) as caught:
+        held.check(resolved(steps=2000, **changes))
+    assert str(caught.value).splitlines()[-1] == advice
+    if changes:
+        held.check(resolved(steps=2000, optim__schedule_steps=1000, **changes))
+    with pytest.raises(ConfigError, match=r"config show$"):  # more than the horizon differs
+        held.check(resolved(steps=2000, seed=1, **changes))
+
+
+@pytest.mark.parametrize("where", ["fsync", "replace"])
 def test_the_config_is_replaced_whole_or_not_at_all(held, monkeypatch, where):
     held.keep(resolved(optim__schedule="constant"))
     first = (held.path / "config.json").read_bytes()
 
     def full(*args: object, **_: object) -> None:
-        if where == "dump":
-            args[1].write('{"half":')
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        target = {"dump": (workdir.json, "dump"), "fsync": (workdir.os, "fsync"), "replace": (pathlib.Path, "replace")}
+        target = {"fsync": (workdir.os, "fsync"), "replace": (pathlib.Path, "replace")}
         patch.setattr(*target[where], full)
         with pytest.raises((OSError, ConfigError), match="No space left"):
             held.keep(resolved(optim__schedule="constant", steps=7))

@@ -133,9 +133,7 @@ class InOrder:
     def _read(self, number: int) -> dict[str, np.ndarray]:
         rows = [number * self.batch_size + row for row in self._rows]
         real = [row for row in rows if row < len(self.source)]
-        if not real:
-            return {name: np.stack([leaf] * len(rows)) for name, leaf in self._padding.items()}
-        leaves = _take(self.source, real)
+        leaves = _take(self.source, real) if real else {name: leaf[None][:0] for name, leaf in self._padding.items()}
         missing = len(rows) - len(real)
         if missing:
             padding = {name: np.zeros((missing, *leaf.shape[1:]), leaf.dtype) for name, leaf in leaves.items()}

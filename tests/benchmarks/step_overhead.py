@@ -7,16 +7,20 @@ Three comparisons, each in one process with segments that alternate, so that a n
 - at a tiny model, milliseconds a step more than the bare loop;
 - seconds from process start to the first finished step, without and with a compilation cache.
 
-A segment is the same number of steps for each side and ends when its last step is finished on the devices.
+A segment is the same number of steps for each side and ends when its last step is finished on the devices. A pair is a
+segment of ours and the mean of the rival's segments before and after it, so that a drift of the machine favours
+neither; the rivals' order within a pause is drawn anew each time.
 """
 
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import os
 import pathlib
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -84,24 +88,26 @@ class Alternate(metrics.CallbackBase):
         self.seconds = {name: [] for name in ("jaxtrain", *rivals)}
         self.newest = None
         self.resumed = None
+        self.random = random.Random(0)
 
     def on_log(self, record):
         if record["step"] % self.segment:
             return
         jax.block_until_ready(self.newest)  # the step in flight is ours: its time is, too
         now = time.perf_counter()
-        if self.resumed is not None:
+        warm = self.resumed is not None  # the first segment compiles
+        if warm:
             self.seconds["jaxtrain"].append(now - self.resumed)
-        for name, rival in self.rivals.items():
-            spent = rival.run(self.segment)
-            if self.resumed is not None:
+        for name in self.random.sample(list(self.rivals), len(self.rivals)):
+            spent = self.rivals[name].run(self.segment)
+            if warm:
                 self.seconds[name].append(spent)
         self.resumed = time.perf_counter()
 
 
 def compare(sizes: dict, rows: int, length: int, segment: int, pairs: int, with_plain: bool) -> dict[str, list[float]]:
-    """Seconds of each segment for our loop and its rivals."""
-    c = make_config(sizes, segment * (pairs + 2), rows, length, min(10, segment))
+    """Seconds of each segment of our loop, and beside each the mean of the rivals' segments before and after it."""
+    c = make_config(sizes, segment * (pairs + 3), rows, length, min(10, segment))
     experiment = assemble.assemble(c)
     program: Program = experiment.program
     source = experiment.batches.at(0)
@@ -134,7 +140,12 @@ def compare(sizes: dict, rows: int, length: int, segment: int, pairs: int, with_
         with contextlib.redirect_stdout(nowhere):
             loop.train(experiment, workdir, callbacks=[alternate], stream=nowhere)
         workdir.close()
-    return {name: seconds[:pairs] for name, seconds in alternate.seconds.items()}
+    ours = alternate.seconds.pop("jaxtrain")[1 : pairs + 1]
+    around = {
+        name: [(before + after) / 2 for before, after in itertools.pairwise(seconds[: pairs + 1])]
+        for name, seconds in alternate.seconds.items()
+    }
+    return {"jaxtrain": ours} | around
 
 
 def first_step(cache: str) -> float:
