@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import NamedSharding
 
 from jaxtrain import paths, rng
 from jaxtrain.losses import Loss
@@ -173,8 +174,8 @@ class Recipe:
         contribution = self.contribution(view, batch, state.counters.micro_step)
         # step == apply . grads, bit for bit: the barrier keeps the compiler from fusing across, and the layout is that
         # of an array between two calls, so that the norm's sums run in the same order.
-        contribution = jax.tree.map(_row_major, contribution)
-        return self.apply(state, jax.lax.optimization_barrier(contribution))
+        grads = jax.tree.map(_row_major, contribution.grads, self.shardings)
+        return self.apply(state, jax.lax.optimization_barrier(contribution._replace(grads=grads)))
 
     def flush(self, state: TrainState, metric_names: Sequence[str]) -> tuple[TrainState, StepMetrics]:
         multi = state.opt_state
@@ -256,8 +257,12 @@ def _strong(x: jax.Array) -> jax.Array:
     return x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else jax.lax.convert_element_type(x, x.dtype)
 
 
-def _row_major(x: jax.Array) -> jax.Array:
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if x.ndim > 1 else x
+def _row_major(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """``x`` with its last dim contiguous, shard by shard: the constraint alone would gather the whole array first."""
+    if x.ndim < 2:
+        return x
+    pin = lambda shard: with_layout_constraint(shard, Layout(tuple(range(shard.ndim))))  # noqa: E731
+    return jax.shard_map(pin, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=sharding.spec)(x)
 
 
 def _floats(tree: Any) -> list[jax.Array]:

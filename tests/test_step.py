@@ -117,6 +117,19 @@ def test_the_mean_of_means_would_be_seen():
     assert distance(np.mean(means, axis=0), gradient) > 0.5
 
 
+@pytest.mark.parametrize("k", [1, 4])
+def test_fsdp_gathers_parameters_for_the_forward_pass_and_nothing_else(k):
+    """One gather a parameter and step: gradients and the optimizer's state stay on their shards."""
+    program = build_train_step(
+        squares, lambda key: Variables({"up": jnp.zeros((D, H))}), optax.adam(1.0), accumulation=MultiSteps(k),
+        clip_norm=1.0, ema=0.9, **mesh_and_rules("fsdp8"),
+    )  # fmt: skip
+    text = program.lower(program.batch_struct(squares_case()[1])).compile().as_text()
+    gathers = re.findall(r" all-gather(?:-start)?\(.*op_name=\"([^\"]*)\"", text)
+    assert len(gathers) == 1
+    assert "jvp()" in gathers[0]
+
+
 # ---- 20 steps on one and on eight devices ------------------------------------------------------------------------
 
 
