@@ -11,7 +11,8 @@ from typing import Self
 class Preemption:
     """While entered, the first SIGTERM or SIGINT sets ``requested``; a second Ctrl-C interrupts at once.
 
-    Outside of the main thread Python allows no handlers: ``requested`` then changes only by ``request``.
+    A signal that is ignored stays ignored, as a shell wants it for Ctrl-C and what it runs in the background. Outside
+    of the main thread Python allows no handlers: ``requested`` then changes only by ``request``.
     """
 
     def __init__(self) -> None:
@@ -25,6 +26,8 @@ class Preemption:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
+                if signal.getsignal(number) is signal.SIG_IGN:
+                    continue
                 self._former[number] = signal.signal(number, self._handle)
         return self
 

@@ -5,9 +5,12 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8").strip()
 
+import signal
+
 import jax
 import pytest
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs inherit SIG_IGN
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

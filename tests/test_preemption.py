@@ -119,12 +119,13 @@ def test_handlers_come_back_also_after_an_exception_and_in_nesting(capfd):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_signal_that_was_ignored_is_ignored_again():
-    """``nohup`` and shells' background jobs ignore SIGINT; Python then has SIG_IGN."""
+def test_a_signal_that_was_ignored_stays_ignored():
+    """Shells' background jobs ignore SIGINT; Python then has SIG_IGN. Ctrl-C is meant for what runs in front."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with Preemption():
-            pass
+        with Preemption() as preemption:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert preemption.requested is None
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
