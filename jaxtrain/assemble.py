@@ -19,7 +19,7 @@ from jaxtrain.losses import Loss, cross_entropy
 from jaxtrain.models import transformer
 from jaxtrain.models.transformer import Transformer, TransformerConfig
 from jaxtrain.precision import Precision
-from jaxtrain.step import MultiSteps, Program, Skip, build_train_step
+from jaxtrain.step import MultiSteps, Program, Scan, Skip, build_train_step
 
 _UNROLLED_LAYERS = 16  # on CPU: unrolled is about 10% faster there, and compiles in time linear in the depth
 
@@ -94,10 +94,13 @@ def assemble(config: ConfigDict, devices: Sequence[jax.Device] | None = None) ->
         config=config,
         program=program,
         corpus=corpus,
-        batches=Batches(text.RowTable(corpus.train, length), rows, seed=config.seed, shuffle=data.shuffle, threads=0),
+        batches=Batches(
+            text.RowTable(corpus.train, length), rows, seed=config.seed, shuffle=data.shuffle, threads=0,
+            stack=program.accumulation.k if isinstance(program.accumulation, Scan) else None,
+        ),
         held_out=InOrder(held_out, rows, threads=0),
         flops_per_sample=length * transformer.flops_per_token(model_config(config, mesh), length),
-    )
+    )  # fmt: skip
 
 
 def make_program(config: ConfigDict, mesh: Mesh) -> Program:
@@ -116,7 +119,7 @@ def make_program(config: ConfigDict, mesh: Mesh) -> Program:
         optimizer,
         mesh=mesh,
         rules=transformer.SHARDING_RULES,
-        accumulation=MultiSteps(config.accumulation.k),
+        accumulation=accumulation(config),
         precision=precision(config),
         clip_norm=o.clip_norm or None,
         ema=o.ema or None,
@@ -142,6 +145,12 @@ def model_config(config: ConfigDict, mesh: Mesh) -> TransformerConfig:
     )  # fmt: skip
 
 
+def accumulation(config: ConfigDict) -> MultiSteps | Scan:
+    """How a config's windows are summed."""
+    k, mechanism = config.accumulation.k, config.accumulation.mechanism
+    return MultiSteps(k) if mechanism == "multisteps" else Scan(k, defer=mechanism == "scan_deferred")
+
+
 def precision(config: ConfigDict) -> Precision:
     """The dtypes of a config."""
     return Precision(config.precision.compute)
@@ -154,8 +163,10 @@ def language_model_loss(model: Transformer, batch: Any, key: jax.Array | None) -
 
 
 def example_batch(config: ConfigDict) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of one global micro-batch."""
+    """The shapes of what one call of the step takes: a global micro-batch, or a window of them."""
     shape = (config.data.micro_batch_size, config.data.sequence_length)
+    if config.accumulation.mechanism != "multisteps":
+        shape = (config.accumulation.k, *shape)
     dtypes = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), jnp.int32) | {"weights": jnp.float32}
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 

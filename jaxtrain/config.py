@@ -285,13 +285,6 @@ def _prompt_fits(c: ConfigDict) -> None:
         )
 
 
-def _mechanism_is_here(c: ConfigDict) -> None:
-    if c.accumulation.mechanism != "multisteps":
-        raise ConfigError(
-            f"config: accumulation.mechanism={c.accumulation.mechanism} is not available yet; use multisteps."
-        )
-
-
 _CROSS_CHECKS: Sequence[Callable[[ConfigDict], None]] = (
-    _sequence_fits, _schedule_fits, _one_free_axis, _prompt_fits, _mechanism_is_here,
+    _sequence_fits, _schedule_fits, _one_free_axis, _prompt_fits,
 )  # fmt: skip

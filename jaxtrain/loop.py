@@ -108,7 +108,7 @@ def train(
             evaluation = run_evaluation()  # it was due when the attempt before was stopped
             journal.evaluated(evaluation)
         for window in range(start["window"], config.steps):
-            for _ in range(program.accumulation.micro_batches(window)):
+            for _ in range(program.accumulation.calls(window)):
                 with goodput.phase(Phase.INPUT):
                     taken = feed.take(lambda: preemption.requested is not None)
                 if taken is None or preemption.requested:

@@ -72,6 +72,47 @@ class MultiSteps:
         """How many micro-batches window number ``window`` takes."""
         return int(self.k(window)) if callable(self.k) else self.k
 
+    def calls(self, window: int) -> int:
+        """How many calls of the step window number ``window`` takes."""
+        return self.micro_batches(window)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """Accumulate over ``k`` micro-batches inside ONE call of the step, with ``lax.scan``.
+
+    A batch has leaves ``[k, B, ...]``; fewer than k micro-batches make a partial window. No accumulator lives between
+    calls (4 bytes a parameter less), and the optimizer runs once a window.
+
+    Attributes:
+        k: micro-batches a window.
+        defer: True reduces gradients over the mesh axes ``slice`` and ``data`` once a window, in float32, instead of
+            once a micro-batch. The loss function then sees the rows of ONE replica: its dropout masks are drawn for
+            each replica, and what it computes over a batch, as BatchNorm does, spans one replica only, so that a
+            model_state is refused.
+    """
+
+    k: int
+    defer: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.k, int | np.integer) or isinstance(self.k, bool) or self.k < 1:
+            raise ValueError(
+                f"accumulation: Scan(k={self.k}): the number of micro-batches is a whole number, 1 or more."
+            )
+        object.__setattr__(self, "k", int(self.k))
+
+    def micro_batches(self, window: int) -> int:
+        """How many micro-batches window number ``window`` takes."""
+        return self.k
+
+    def calls(self, window: int) -> int:
+        """How many calls of the step window number ``window`` takes."""
+        return 1
+
+
+Accumulation = MultiSteps | Scan
+
 
 @dataclasses.dataclass(frozen=True)
 class Skip:

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxtrain import paths, rng
 from jaxtrain.losses import Loss
-from jaxtrain.optim import Skip
+from jaxtrain.optim import Accumulation, Scan, Skip
 from jaxtrain.precision import Precision
 from jaxtrain.state import Counters, Snapshot, TrainState, Variables, View, WindowStart, add_tokens
 
@@ -26,16 +27,17 @@ _MAX_METRICS = 32  # of a loss function's own; fixed, so that a state can be bor
 
 
 class Contribution(NamedTuple):
-    """What one micro-batch adds to its window; all finite (a bad micro-gradient arrives as zeros and ``bad``).
+    """What one call of the step adds to its window; all finite (a bad micro-gradient arrives as zeros and ``bad``).
 
     Attributes:
         grads: gradient of the loss SUM, float32, shaped and sharded like the parameters.
-        weight, total: sums over the micro-batch, float32 scalars.
+        weight, total: sums over the call's micro-batches, float32 scalars.
         model_state: new mutable state of the model.
         metrics: name -> (sum, weight), float32 scalars.
-        bad: 1 where something was not finite, else 0, float32 scalar, the same on all shards.
+        bad: how many micro-batches were not finite, float32 scalar, the same on all shards.
         bad_leaf: int32: index of the first parameter (order of ``jax.tree.leaves``) with a non-finite gradient, or -1.
         tokens: the weight rounded to int32.
+        count: micro-batches, int32: 1, or those of the window with ``Scan``.
     """
 
     grads: Any
@@ -46,6 +48,7 @@ class Contribution(NamedTuple):
     bad: jax.Array
     bad_leaf: jax.Array
     tokens: jax.Array
+    count: jax.Array
 
 
 @functools.partial(
@@ -89,13 +92,20 @@ class Recipe:
     init_fn: Callable
     update: optax.GradientTransformationExtraArgs
     multi: optax.MultiSteps
-    single: bool
+    accumulation: Accumulation
     precision: Precision
     ema: float | None
     skip: Skip
     report: Mapping[str, optax.Schedule]
     seed: int
     shardings: Any
+    mesh: Mesh
+    batch_axes: tuple[str, ...]
+
+    @property
+    def single(self) -> bool:
+        """Whether every call of the step is a window of its own: nothing accumulates between calls."""
+        return isinstance(self.accumulation, Scan) or self.accumulation.k == 1
 
     def fresh(self, variables: Variables) -> Snapshot:
         params = jax.tree.map(lambda x: x.astype(jnp.float32), variables.params)
@@ -118,13 +128,82 @@ class Recipe:
 
     def loss(self, params: Any, model_state: Any, batch: Any, key: jax.Array | None) -> Loss:
         """The loss in compute dtype. The SHARD is cast, then gathered: fewer bytes on the wire."""
-        compute = jax.lax.with_sharding_constraint(self.precision.cast(params), self.shardings)
+        compute = self.constrained(self.precision.cast(params))
         loss = self.loss_fn(compute, model_state, batch, key)
         _check_loss(loss, model_state, {*BUILTIN, *self.report})
         return loss if loss.model_state is not None else loss._replace(model_state=model_state)
 
-    def contribution(self, view: View, batch: Any, index: jax.Array) -> Contribution:
+    def constrained(self, params: Any) -> Any:
+        """Parameters, or gradients, on their shards."""
+        mesh = jax.sharding.get_abstract_mesh()
+        if not mesh.manual_axes:
+            return jax.lax.with_sharding_constraint(params, self.shardings)
+        here = jax.tree.map(lambda s: NamedSharding(mesh, s.spec), self.shardings)  # inside of ``deferred``
+        return jax.lax.with_sharding_constraint(params, here)
+
+    def contribution(self, view: View, batch: Any, index: jax.Array, count: jax.Array | None = None) -> Contribution:
+        """Of one micro-batch, number ``index``; with ``Scan`` of ``count`` of them, which begin there."""
+        if not isinstance(self.accumulation, Scan):
+            return self.micro(view, batch, index)
+        return (
+            self.deferred(view, batch, index, count) if self.deferred_axes else self.window(view, batch, index, count)
+        )
+
+    @property
+    def deferred_axes(self) -> tuple[str, ...]:
+        """The mesh axes of more than one replica, where gradients cross them once a window."""
+        if not (isinstance(self.accumulation, Scan) and self.accumulation.defer):
+            return ()
+        return tuple(axis for axis in self.batch_axes if axis in ("slice", "data") and self.mesh.shape[axis] > 1)
+
+    def window(
+        self, view: View, batch: Any, index: jax.Array, count: jax.Array, shard: jax.Array | None = None
+    ) -> Contribution:
+        """The sum over a window: leaves ``[k, B, ...]``, in a loop; from micro-batch ``count`` on it is padding."""
+
+        def add(so_far: Contribution, numbered: tuple[jax.Array, Any]) -> tuple[Contribution, None]:
+            i, micro_batch = numbered
+            now = view._replace(model_state=so_far.model_state)
+            new = self.micro(now, micro_batch, index + i, valid=i < count, shard=shard)
+            added = jax.tree.map(jnp.add, so_far._replace(model_state=()), new._replace(model_state=()))
+            first = jnp.where(so_far.bad_leaf == _NO_LEAF, new.bad_leaf, so_far.bad_leaf)
+            return added._replace(
+                grads=self.constrained(added.grads), model_state=new.model_state, bad_leaf=first
+            ), None
+
+        first = jax.tree.map(lambda x: x[0], batch)
+        shapes = jax.eval_shape(functools.partial(self.micro, shard=shard), view, first, index)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes._replace(model_state=()))
+        nothing = zeros._replace(
+            grads=self.constrained(zeros.grads), model_state=view.model_state, bad_leaf=jnp.int32(_NO_LEAF)
+        )
+        return jax.lax.scan(add, nothing, (jnp.arange(self.accumulation.k), batch))[0]
+
+    def deferred(self, view: View, batch: Any, index: jax.Array, count: jax.Array) -> Contribution:
+        """``window`` on each replica's rows, reduced once, in float32: manual over the replicas, automatic inside."""
+        axes = self.deferred_axes
+
+        def local(view: View, batch: Any, index: jax.Array, count: jax.Array) -> Contribution:
+            c = self.window(view, batch, index, count, shard=jax.lax.axis_index(axes))
+            return jax.tree.map(lambda x: x[None], c)
+
+        # Without the check of what varies: it would want loss functions written for it (their scans' carries), and
+        # the gradient of a replica is local all the same, because it is taken inside.
+        over = jax.shard_map(
+            local, mesh=self.mesh, in_specs=(P(), P(None, axes), P(), P()), out_specs=P(axes), axis_names=set(axes),
+            check_vma=False,
+        )  # fmt: skip
+        each = over(view, batch, index, count)  # a leading dim of replicas on every leaf
+        c = jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), each)
+        return c._replace(grads=self.constrained(c.grads), bad_leaf=jnp.max(each.bad_leaf), count=count)
+
+    def micro(
+        self, view: View, batch: Any, index: jax.Array, valid: jax.Array | bool = True, shard: jax.Array | None = None
+    ) -> Contribution:
+        """One micro-batch's; nothing where it is not ``valid``. ``shard``: which replica, if it sees its rows only."""
         key = rng.key(self.seed, "dropout", index)
+        if shard is not None:
+            key = jax.random.fold_in(key, shard)
 
         def total(params: Any) -> tuple[jax.Array, Loss]:
             loss = self.loss(params, view.model_state, batch, key)
@@ -138,8 +217,11 @@ class Recipe:
             grads = pull(jnp.float32(1.0))[0]
         by_leaf = jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
         rest = [loss.total, loss.weight, *_floats(loss.model_state), *jax.tree.leaves(dict(loss.metrics))]
-        good = jnp.all(by_leaf) & jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in rest]))
-        counted = good if self.skip.what == "micro" else True
+        finite = jnp.all(by_leaf) & jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in rest]))
+        if shard is not None and self.skip.what == "micro":  # left out of all replicas, or of none
+            finite = jax.lax.pmin(finite.astype(jnp.int32), self.deferred_axes) == 1
+        good = finite & valid
+        counted = good if self.skip.what == "micro" else valid
         clean = functools.partial(jax.tree.map, lambda x: jnp.where(jnp.isfinite(x) & counted, x, 0.0))
         return Contribution(
             grads=jax.tree.map(lambda g: jnp.where(good, g, 0.0), grads),
@@ -147,9 +229,10 @@ class Recipe:
             total=clean(loss.total),
             model_state=jax.tree.map(lambda new, old: jnp.where(good, new, old), loss.model_state, view.model_state),
             metrics=clean(dict(loss.metrics)),
-            bad=1.0 - good.astype(jnp.float32),
-            bad_leaf=jnp.where(jnp.all(by_leaf), _NO_LEAF, jnp.argmin(by_leaf).astype(jnp.int32)),
-            tokens=jnp.round(jnp.where(jnp.isfinite(loss.weight), loss.weight, 0.0)).astype(jnp.int32),
+            bad=jnp.where(~finite & valid, 1.0, 0.0),
+            bad_leaf=jnp.where(jnp.all(by_leaf) | ~jnp.bool_(valid), _NO_LEAF, jnp.argmin(by_leaf).astype(jnp.int32)),
+            tokens=jnp.round(jnp.where(jnp.isfinite(loss.weight) & valid, loss.weight, 0.0)).astype(jnp.int32),
+            count=jnp.int32(valid),
         )
 
     def apply(self, state: TrainState, c: Contribution) -> tuple[TrainState, StepMetrics]:
@@ -164,14 +247,15 @@ class Recipe:
             clear = jax.tree.map(lambda x: jnp.where(done, 0.0, x), opt_state.acc_grads)
             opt_state = opt_state._replace(acc_grads=clear)
         counters = state.counters._replace(
-            micro_step=state.counters.micro_step + 1, tokens=add_tokens(state.counters.tokens, c.tokens)
+            micro_step=state.counters.micro_step + c.count, tokens=add_tokens(state.counters.tokens, c.tokens)
         )
         moved = state._replace(opt_state=opt_state, model_state=c.model_state, counters=counters)
-        return self.finish(moved, out, done, sorted(c.metrics))
+        began = state.model_state if self.single else state.start.model_state
+        return self.finish(moved, out, done, sorted(c.metrics), began)
 
-    def step(self, state: TrainState, batch: Any) -> tuple[TrainState, StepMetrics]:
+    def step(self, state: TrainState, batch: Any, count: jax.Array | None) -> tuple[TrainState, StepMetrics]:
         view = View(state.params, state.model_state, state.scale)
-        contribution = self.contribution(view, batch, state.counters.micro_step)
+        contribution = self.contribution(view, batch, state.counters.micro_step, count)
         # step == apply . grads, bit for bit: the barrier keeps the compiler from fusing across, and the layout is that
         # of an array between two calls, so that the norm's sums run in the same order.
         grads = jax.tree.map(_row_major, contribution.grads, self.shardings)
@@ -183,16 +267,20 @@ class Recipe:
             out, inner = self.update.update(multi.acc_grads, multi.inner_opt_state, {"grads": state.params})
         zeros = jax.tree.map(jnp.zeros_like, multi.acc_grads)
         opt_state = optax.MultiStepsState(jnp.int32(0), multi.gradient_step + 1, inner, zeros)
-        return self.finish(state._replace(opt_state=opt_state), out, jnp.bool_(True), metric_names)
+        state = state._replace(opt_state=opt_state)
+        return self.finish(state, out, jnp.bool_(True), metric_names, state.start.model_state)
 
     def evaluate(self, view: View, batch: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
         loss = self.loss(view.params, view.model_state, batch, None)
         return {"loss": (loss.total, loss.weight), **loss.metrics}
 
     def finish(
-        self, state: TrainState, out: Mapping[str, Any], done: jax.Array, names: Sequence[str]
+        self, state: TrainState, out: Mapping[str, Any], done: jax.Array, names: Sequence[str], began: Any
     ) -> tuple[TrainState, StepMetrics]:
-        """Close the window where ``done``: apply or undo, count, and write its record."""
+        """Close the window where ``done``: apply or undo, count, and write its record.
+
+        ``began``: the model_state at the window's start.
+        """
         applied = done & (out["applied"] > 0)
         pick = functools.partial(jax.tree.map, lambda yes, no: jnp.where(applied, yes, no))
         params = pick(jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.params, out["grads"]), state.params)
@@ -208,10 +296,10 @@ class Recipe:
         adjusted = self.precision.adjust(state.scale, out["bad"] == 0)
         scale = jax.tree.map(lambda new, now: jnp.where(told, new, now), adjusted, state.scale)
         record = self.record(state, out, counters, applied, done, names)
-        model_state, start = state.model_state, state.start
+        undo = done & ~applied
+        model_state = jax.tree.map(lambda was, now: jnp.where(undo, was, now), began, state.model_state)
+        start = state.start
         if start is not None:
-            undo = done & ~applied
-            model_state = jax.tree.map(lambda was, now: jnp.where(undo, was, now), start.model_state, model_state)
             begun = WindowStart(counters, model_state)
             start = jax.tree.map(lambda new, was: jnp.where(done, new, was), begun, start)
         return TrainState(params, state.opt_state, model_state, ema, scale, counters, start), record

@@ -10,21 +10,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain import optim, paths, rng, sharding
 from jaxtrain.losses import Loss
-from jaxtrain.optim import MultiSteps, Skip
+from jaxtrain.optim import Accumulation, MultiSteps, Scan, Skip
 from jaxtrain.precision import Precision
 from jaxtrain.recipe import BUILTIN, Contribution, Recipe, StepMetrics, relaxed
 from jaxtrain.sharding import DEFAULT_RULES, Rules
 from jaxtrain.state import Snapshot, TrainState, Variables, View
 
 __all__ = [
-    "Contribution", "Loss", "MultiSteps", "NonFiniteError", "Precision", "Program", "Skip", "StepMetrics", "Variables",
-    "build_train_step",
+    "Contribution", "Loss", "MultiSteps", "NonFiniteError", "Precision", "Program", "Scan", "Skip", "StepMetrics",
+    "Variables",    "build_train_step",
 ]  # fmt: skip
 
 
@@ -40,7 +41,7 @@ def build_train_step(
     mesh: Mesh,
     rules: Rules = DEFAULT_RULES,
     batch_axes: Sequence[str] = ("slice", "data", "fsdp"),
-    accumulation: MultiSteps = MultiSteps(1),  # noqa: B008, a frozen value
+    accumulation: Accumulation = MultiSteps(1),  # noqa: B008, a frozen value
     precision: Precision = Precision(),  # noqa: B008, a frozen value
     clip_norm: float | None = None,
     ema: float | None = None,
@@ -50,7 +51,7 @@ def build_train_step(
     report: Mapping[str, optax.Schedule] | None = None,
     seed: int = 0,
 ) -> "Program":
-    """A training program: sharded, donated, compiled once; one call per micro-batch.
+    """A training program: sharded, donated, compiled once; one call per micro-batch, or per window with ``Scan``.
 
     The gradient of a step is that of (sum of ``Loss.total``) / (sum of ``Loss.weight``), both over all devices and all
     micro-batches of the window: unequal numbers of valid items give the same step as the one big batch.
@@ -63,7 +64,7 @@ def build_train_step(
         mesh: from ``sharding.make_mesh`` or any mesh with Auto axes.
         rules: sharding of the parameters, see ``sharding.infer``.
         batch_axes: mesh axes that split the leading dim of every leaf of a batch; axes the mesh lacks are left out.
-        accumulation: ``MultiSteps(k)``.
+        accumulation: ``MultiSteps(k)``, ``Scan(k)`` or ``Scan(k, defer=True)``: three ways to the same step.
         precision: compute dtype; the masters are float32.
         clip_norm: bound of the global norm of the mean gradient, or None.
         ema: decay of an exponential average of the parameters, counted in steps, or None.
@@ -98,13 +99,19 @@ def build_train_step(
         raise ValueError(f"report: {', '.join(clash)} are the step's own names; choose others.")
     update = optim.window_update(optimizer, clip_norm, nonfinite)
     recipe = Recipe(
-        loss_fn=loss_fn, init_fn=init_fn, update=update, single=accumulation.k == 1,
+        loss_fn=loss_fn, init_fn=init_fn, update=update, accumulation=accumulation,
         multi=optax.MultiSteps(update, accumulation.k, use_grad_mean=False),
         precision=precision, ema=ema, skip=nonfinite, report=dict(report or {}), seed=seed,
-        shardings=sharding.infer(variables.params, mesh, rules),
+        shardings=sharding.infer(variables.params, mesh, rules), mesh=mesh,
+        batch_axes=tuple(axis for axis in batch_axes if axis in mesh.shape),
     )  # fmt: skip
-    axes = tuple(axis for axis in batch_axes if axis in mesh.shape)
-    return Program(recipe, variables, mesh, axes, accumulation)
+    if isinstance(accumulation, Scan) and accumulation.defer and jax.tree.leaves(variables.model_state):
+        held = ", ".join(list(paths.named_leaves(variables.model_state))[:4])
+        raise ValueError(
+            f"accumulation: Scan(defer=True) with a model_state ({held}): each replica would see its own rows only and "
+            "their statistics part; use Scan or MultiSteps, or a model without such state."
+        )
+    return Program(recipe, variables)
 
 
 class Program:
@@ -118,19 +125,19 @@ class Program:
         traces: how often each function was traced; a step that is traced twice is compiled twice.
     """
 
-    def __init__(
-        self, recipe: Recipe, variables: Variables, mesh: Mesh, batch_axes: tuple[str, ...], accumulation: MultiSteps
-    ) -> None:
+    def __init__(self, recipe: Recipe, variables: Variables) -> None:
         """Use ``build_train_step``."""
-        self.mesh, self.accumulation, self.nonfinite = mesh, accumulation, recipe.skip
+        self.mesh, self.accumulation, self.nonfinite = recipe.mesh, recipe.accumulation, recipe.skip
         self.traces: dict[str, int] = {}
-        self._recipe, self._batch_axes = recipe, batch_axes
+        self._recipe, self._batch_axes = recipe, recipe.batch_axes
         self._known_batches: set[tuple] = set()
         self._metric_names: tuple[str, ...] = ()
         with relaxed():
             snapshot = jax.eval_shape(recipe.fresh, variables)
         state = jax.eval_shape(recipe.resume, snapshot)
-        place = functools.partial(sharding.like_params, params=variables.params, shardings=recipe.shardings, mesh=mesh)
+        place = functools.partial(
+            sharding.like_params, params=variables.params, shardings=recipe.shardings, mesh=self.mesh
+        )
         self.abstract_snapshot: Snapshot = sharding.with_shardings(snapshot, place(snapshot))
         self.abstract_state: TrainState = sharding.with_shardings(state, place(state))
         self.leaf_names = tuple(paths.named_leaves(variables.params))
@@ -140,7 +147,7 @@ class Program:
         recipe, batches, whole = self._recipe, self.batch_sharding, NamedSharding(self.mesh, P())
         views = View(states.params, states.model_state, states.scale)
         models = states.model_state
-        contributions = Contribution(states.params, whole, whole, models, whole, whole, whole, whole)
+        contributions = Contribution(states.params, whole, whole, models, whole, whole, whole, whole, whole)
         variables = Variables(states.params, models)
         jit, count = jax.jit, self._counted
         init = lambda key: recipe.resume(recipe.fresh(recipe.init_fn(key)))  # noqa: E731
@@ -153,11 +160,12 @@ class Program:
         )
         self._step = jit(
             count("step", self._with_names(recipe.step)),
-            in_shardings=(states, batches), out_shardings=(states, whole), donate_argnums=0,
+            in_shardings=(states, batches, whole), out_shardings=(states, whole), donate_argnums=0,
         )  # fmt: skip
         self._grads = jit(
-            count("grads", recipe.contribution), in_shardings=(views, batches, whole), out_shardings=contributions
-        )
+            count("grads", recipe.contribution), in_shardings=(views, batches, whole, whole),
+            out_shardings=contributions,
+        )  # fmt: skip
         self._apply = jit(
             count("apply", self._with_names(recipe.apply)),
             in_shardings=(states, contributions), out_shardings=(states, whole), donate_argnums=0,
@@ -166,7 +174,9 @@ class Program:
             count("flush", recipe.flush), static_argnums=1, in_shardings=(states,), out_shardings=(states, whole),
             donate_argnums=0,
         )  # fmt: skip
-        self._evaluate = jit(count("evaluate", recipe.evaluate), in_shardings=(views, batches), out_shardings=whole)
+        self._evaluate = jit(
+            count("evaluate", recipe.evaluate), in_shardings=(views, self.row_sharding), out_shardings=whole
+        )
         self._copy = jit(functools.partial(jax.tree.map, jnp.copy), out_shardings=views)
 
     # ---- training -----------------------------------------------------------------------------------------------
@@ -200,17 +210,23 @@ class Program:
         """One micro-batch forward and backward; at a window's end the update. ``state`` is donated.
 
         Args:
-            batch: pytree of arrays, every leaf ``[B, ...]`` with the GLOBAL micro-batch size ``B``; see
-                ``batch_struct`` for its sharding. NumPy arrays are put on the devices (one process only).
+            batch: pytree of arrays, every leaf ``[B, ...]`` with the GLOBAL micro-batch size ``B``, and ``[k, B, ...]``
+                with ``Scan(k)``: one call is a window. A last window of fewer micro-batches is divided by what it
+                holds, in the same compiled program. ``batch_struct`` gives the sharding; NumPy arrays are put on the
+                devices (one process only).
 
         Raises:
-            ValueError: ``B`` does not divide by the devices that split it.
+            ValueError: ``B`` does not divide by the devices that split it, or there are more than k micro-batches.
         """
-        return self._step(state, self._placed(batch))
+        return self._step(state, *self._window(batch))
 
     def grads(self, view: View, batch: Any, index: jax.typing.ArrayLike) -> Contribution:
-        """What micro-batch number ``index`` (int) adds to its window; nothing is donated."""
-        return self._grads(view, self._placed(batch), jnp.int32(index))
+        """What micro-batch number ``index`` (int) adds to its window; nothing is donated.
+
+        With ``Scan`` the batch is a window, as ``step`` takes it, whose first micro-batch has that number.
+        """
+        placed, count = self._window(batch)
+        return self._grads(view, placed, jnp.int32(index), count)
 
     def apply(self, state: TrainState, contribution: Contribution) -> tuple[TrainState, StepMetrics]:
         """Take a contribution in; ``step(state, batch)`` is ``apply(state, grads(view, batch, micro_step))``, exactly.
@@ -246,9 +262,10 @@ class Program:
     def evaluate(self, view: View, batch: Any) -> dict[str, tuple[jax.Array, jax.Array]]:
         """``{"loss": (sum, weight), metric: (sum, weight)}`` of a batch, float32 scalars; no dropout, nothing changes.
 
+        ``batch`` has leaves ``[B, ...]``, whatever the accumulation.
         Add the pairs of all batches, then divide: padding rows of weight 0 count for nothing.
         """
-        return self._evaluate(view, self._placed(batch))
+        return self._evaluate(view, self._placed(batch, self.row_sharding))
 
     def check(self, record: Mapping[str, Any]) -> None:
         """Stop a run that only skips. ``record`` is ``StepMetrics.to_host()``.
@@ -288,12 +305,21 @@ class Program:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Of every leaf of a batch: its leading dim over the batch axes."""
+        """Of every leaf of a batch that ``step`` takes: the rows of its micro-batches over the batch axes."""
+        return NamedSharding(self.mesh, P(None, self._batch_axes)) if self._stacked else self.row_sharding
+
+    @property
+    def row_sharding(self) -> NamedSharding:
+        """Of every leaf ``[B, ...]`` of a batch that ``evaluate`` takes: its leading dim over the batch axes."""
         return NamedSharding(self.mesh, P(self._batch_axes))
+
+    @property
+    def _stacked(self) -> bool:
+        return isinstance(self.accumulation, Scan)
 
     def batch_struct(self, example: Any) -> Any:
         """``ShapeDtypeStruct`` with shardings for a batch like ``example`` (arrays or structs of GLOBAL shapes)."""
-        self._check_batch(example)
+        self._check_batch(example, self.batch_sharding)
         dtype = jax.dtypes.canonicalize_dtype  # NumPy's int64 and float64 arrive as 32 bits
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, dtype(x.dtype), sharding=self.batch_sharding), example
@@ -301,29 +327,53 @@ class Program:
 
     def lower(self, batch_struct: Any) -> jax.stages.Lowered:
         """The step lowered for its abstract state and a batch: for planning and inspection, without any array."""
-        return self._step.lower(self.abstract_state, batch_struct)
+        count = jax.ShapeDtypeStruct((), jnp.int32) if self._stacked else None
+        return self._step.lower(self.abstract_state, batch_struct, count)
 
     # ---- checks -------------------------------------------------------------------------------------------------
 
-    def _placed(self, batch: Any) -> Any:
+    def _window(self, batch: Any) -> tuple[Any, np.int32 | None]:
+        """The batch on its devices; with ``Scan`` filled up to k micro-batches, and how many of them count."""
+        if not self._stacked:
+            return self._placed(batch, self.row_sharding), None
+        self._check_batch(batch, self.batch_sharding)
+        count, k = jnp.shape(jax.tree.leaves(batch)[0])[0], self.accumulation.k
+
+        def fill(x: Any) -> Any:
+            numpy = np if isinstance(x, np.ndarray) else jnp
+            return numpy.concatenate([x, numpy.repeat(x[-1:], k - count, axis=0)])
+
+        if count < k:
+            batch = jax.tree.map(fill, batch)
+        return self._placed(batch, self.batch_sharding), np.int32(count)
+
+    def _placed(self, batch: Any, target: NamedSharding) -> Any:
         """The batch on its devices: host arrays are put there, so that both kinds share one compilation."""
-        self._check_batch(batch)
+        self._check_batch(batch, target)
 
         def put(x: Any) -> Any:
             there = isinstance(x, jax.core.Tracer) or getattr(x, "committed", False)
-            return x if there else jax.device_put(x, self.batch_sharding)
+            return x if there else jax.device_put(x, target)
 
         return jax.tree.map(put, batch)
 
-    def _check_batch(self, batch: Any) -> None:
+    def _check_batch(self, batch: Any, target: NamedSharding) -> None:
         shapes = tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(batch))
-        if shapes in self._known_batches:
+        if (shapes, target.spec) in self._known_batches:
             return
-        shards = sharding.axes_size(self.mesh, self._batch_axes)
-        sizes = {shape[0] if shape else None for shape in shapes}
+        shards, leading = sharding.axes_size(self.mesh, self._batch_axes), len(target.spec)
+        sizes = {shape[:leading] if len(shape) >= leading else None for shape in shapes}
         if len(sizes) != 1 or None in sizes:
-            raise ValueError(f"batch: every leaf needs the same leading dim (rows of the micro-batch), got {shapes}.")
-        (rows,) = sizes
+            dims = (
+                "leading dim (rows of the micro-batch)" if leading == 1 else "two leading dims (k micro-batches, rows)"
+            )
+            raise ValueError(f"batch: every leaf needs the same {dims}, got {shapes}.")
+        *stacked, rows = sizes.pop()
+        if stacked and not 1 <= stacked[0] <= self.accumulation.k:
+            raise ValueError(
+                f"batch: {stacked[0]} micro-batches in a window of Scan(k={self.accumulation.k}); give 1 to "
+                f"{self.accumulation.k}, as leaves [k, rows, ...]."
+            )
         if rows == 0 or rows % shards:
             below = rows // shards * shards
             near = f"{below} or {below + shards}" if below else f"{shards}"
@@ -331,7 +381,7 @@ class Program:
                 f"batch: {rows} rows do not divide by the {shards} devices of mesh axes "
                 f"{', '.join(f'{a}={self.mesh.shape[a]}' for a in self._batch_axes)}; use {near} rows."
             )
-        self._known_batches.add(shapes)
+        self._known_batches.add((shapes, target.spec))
 
     def _counted(self, name: str, function: Callable) -> Callable:
         @functools.wraps(function)
@@ -345,8 +395,8 @@ class Program:
         """Note, at the trace, which metrics are the loss function's: ``flush`` has no loss to ask."""
 
         @functools.wraps(function)
-        def noted(state: TrainState, other: Any) -> tuple[TrainState, StepMetrics]:
-            new, metrics = function(state, other)
+        def noted(*args: Any) -> tuple[TrainState, StepMetrics]:
+            new, metrics = function(*args)
             known = (*BUILTIN, *self._recipe.report)
             self._metric_names = tuple(name for name in metrics.value_names if name not in known)
             return new, metrics

@@ -122,8 +122,7 @@ def test_choices_are_listed_and_the_nearest_is_suggested():
         refused(name, "zzz", rf"^config: {name}='zzz' is not one of {listed}\.$")
         refused(name, choices.split()[-1][:-1], rf"^config: {name}='\w+' is not one of {listed}; did you mean \w+\?$")
         for value in choices.split():
-            if name != "accumulation.mechanism":
-                config.resolve(made(**{name.replace(".", "__"): value}))
+            config.resolve(made(**{name.replace(".", "__"): value}))
 
 
 # ---- the command line's texts ------------------------------------------------------------------------------------
@@ -241,7 +240,6 @@ def test_resolve_wants_every_key_and_no_other():
         ({"steps": 11, "optim__schedule_steps": 10}, r"schedule_steps=10 .*steps=11; raise .*end_learning_rate"),
         ({"mesh__data": 0}, r"mesh\.data=0.*1 or more"),
         ({"mesh__data": -1}, r"mesh\.data=-1.*mesh\.fsdp=-1.*at most one"),
-        ({"accumulation__mechanism": "scan"}, r"accumulation\.mechanism=scan is not available yet; use multisteps"),
     ],
 )
 def test_keys_that_do_not_fit_together(values, match):

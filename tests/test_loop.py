@@ -417,6 +417,34 @@ def test_an_exception_is_not_replaced_by_its_echo(base, tmp_path):
     assert steps_logged(tmp_path) == [1, 2]
 
 
+# -- other mechanisms --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mechanism", ["scan", "scan_deferred"])
+def test_a_run_goes_on_under_another_mechanism(corpus, windows_of_4, tmp_path, mechanism):
+    """Three windows with ``multisteps``, three with another: the run of one within float error, and its counts."""
+    other = assemble(
+        tiny_config(
+            corpus,
+            accumulation__k=4,
+            data__micro_batch_size=2,
+            data__shuffle="false",
+            accumulation__mechanism=mechanism,
+        )
+    )
+    whole = train(windows_of_4, tmp_path / "whole")
+    train(change(windows_of_4, steps=3), tmp_path / "run")
+    outcome = train(other, tmp_path / "run")
+    assert outcome.finished
+    for got, wanted in zip(jax.tree.leaves(outcome.state.params), jax.tree.leaves(whole.state.params), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
+    exact = ("step", "micro_step", "samples", "tokens", "learning_rate")
+    numbers = [[[line[key] for key in exact] for line in lines(tmp_path / name)] for name in ("whole", "run")]
+    assert numbers[0] == numbers[1]
+    assert outcome.evaluation["eval/loss"] == pytest.approx(whole.evaluation["eval/loss"], rel=1e-5)
+    assert other.program.traces["step"] == 1
+
+
 # -- what is logged ----------------------------------------------------------------------------------------------------
 
 

@@ -29,9 +29,11 @@ class Batches:
 
     ``micro_batch_size`` counts the rows of ALL processes; process p of n reads rows ``p*B/n`` to ``(p+1)*B/n`` of each
     micro-batch, so the order of samples does not depend on n. ``threads=0`` reads in the caller's thread, the fastest
-    for a source in memory; otherwise up to ``buffer`` micro-batches are read ahead.
+    for a source in memory; otherwise up to ``buffer`` micro-batches are read ahead. ``stack=k`` gives k micro-batches
+    at a time, a whole window, as leaves (k, B / process_count, ...).
 
-    Raises ValueError: a size below 1, not divisible by ``process_count``, or above the number of rows; a negative seed.
+    Raises ValueError: a size or stack below 1, a size not divisible by ``process_count`` or above the number of rows; a
+    negative seed.
     """
 
     def __init__(
@@ -45,8 +47,11 @@ class Batches:
         process_count: int = 1,
         threads: int = 2,
         buffer: int = 4,
+        stack: int | None = None,
     ):
         self._rows = _process_rows(micro_batch_size, process_index, process_count)
+        if stack is not None and stack < 1:
+            raise ValueError(f"stack={stack} micro-batches: must be at least 1, or None for no leading dim")
         if len(source) < micro_batch_size:
             raise ValueError(
                 f"the source holds {len(source)} rows, fewer than one micro-batch of {micro_batch_size}; "
@@ -58,6 +63,7 @@ class Batches:
             raise ValueError(f"seed={seed}: must not be negative")
         self.source = source
         self.micro_batch_size = micro_batch_size
+        self._stack = stack
         self._read_options = _read_options(threads, buffer)
         # grain's own shuffle(seed=s) orders epoch e by s + e, so the runs of neighbouring seeds share their epochs;
         # seed(s) hashes s first.
@@ -74,7 +80,8 @@ class Batches:
     def at(self, sample_index: int) -> Iterator[dict[str, np.ndarray]]:
         """Micro-batches of the samples ``[s, s+B)``, ``[s+B, s+2B)``, ... without end, across epochs.
 
-        Each is a dict of fresh arrays with the rows of this process: leaf (B / process_count, *shape in a row).
+        Each is a dict of fresh arrays with the rows of this process: leaf (B / process_count, *shape in a row); with
+        ``stack=k``, k of them as leaves (k, B / process_count, *shape in a row).
         ``s`` may be any non-negative int. After n micro-batches the position is ``s + n*B``, whatever was read ahead:
         the consumer counts. ``close()`` on the iterator ends its threads; so does dropping it.
         """
@@ -83,7 +90,12 @@ class Batches:
             raise ValueError(f"sample index {sample_index}: must not be negative")
 
         def read(number: int) -> dict[str, np.ndarray]:
-            return _take(self.source, self.row_indices(start + number * size))
+            if self._stack is None:
+                return _take(self.source, self.row_indices(start + number * size))
+            first = number * self._stack
+            rows = [row for i in range(self._stack) for row in self.row_indices(start + (first + i) * size)]
+            leaves = _take(self.source, rows)
+            return {name: leaf.reshape(self._stack, -1, *leaf.shape[1:]) for name, leaf in leaves.items()}
 
         return _iterate(read, sys.maxsize, self._read_options)
 

@@ -201,6 +201,24 @@ def test_data_12_padding_counts_for_nothing(processes, per_process):
     assert (total / weight, weight) == (pytest.approx(0.9), 10)
 
 
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_data_02_a_window_at_a_time_is_its_micro_batches(processes, threads):
+    """Same rows in the same order, whoever stacks them; the position counts samples all the same."""
+    for process in range(processes):
+        split = {"process_index": process, "process_count": processes, "seed": 5, "threads": threads}
+        one, windows = Batches(Rows(30), 4, **split), Batches(Rows(30), 4, stack=3, **split)
+        for position in (0, 12, 8, 1):
+            singles, stacks = one.at(position), windows.at(position)
+            for _ in range(4):  # over the end of an epoch
+                window = next(stacks)
+                wanted = [next(singles) for _ in range(3)]
+                assert window.keys() == wanted[0].keys()
+                for name, leaf in window.items():
+                    assert leaf.shape[:2] == (3, 4 // processes)
+                    np.testing.assert_array_equal(leaf, np.stack([batch[name] for batch in wanted]))
+
+
 def test_in_order_can_be_read_again_and_knows_its_length():
     batches = InOrder(Rows(7), 3)
     assert len(batches) == 3
@@ -225,6 +243,11 @@ def test_evenly_spaced_rows(count, rows, expected):
     assert flat(take(InOrder(few, 1), 99)) == expected
     with pytest.raises(IndexError):
         few[len(few)]
+
+
+def test_a_stack_is_one_or_more():
+    with pytest.raises(ValueError, match=r"stack=0 micro-batches: must be at least 1, or None"):
+        Batches(Rows(30), 4, seed=0, stack=0)
 
 
 def test_bad_sizes_say_the_numbers_and_the_remedy():
