@@ -26,13 +26,29 @@ BUILTIN = (
 _MAX_METRICS = 32  # of a loss function's own; fixed, so that a state can be born before any batch was seen
 
 
+class MergeStats(NamedTuple):
+    """How the additive statistics of a window (``Loss.stats``) become model_state, once, at its end.
+
+    So BatchNorm's running statistics take one step a window from what all its micro-batches sum up to, where a
+    ``Loss.model_state`` moves with each of them.
+
+    Attributes:
+        zeros: ``model_state -> stats``: statistics of nothing, a pytree of float32 zeros.
+        merge: ``(model_state, stats summed over the window) -> model_state``; not used for a window that is skipped.
+    """
+
+    zeros: Callable[[Any], Any]
+    merge: Callable[[Any, Any], Any]
+
+
 class Contribution(NamedTuple):
     """What one call of the step adds to its window; all finite (a bad micro-gradient arrives as zeros and ``bad``).
 
     Attributes:
-        grads: gradient of the loss SUM, float32, shaped and sharded like the parameters.
+        grads: gradient of the loss SUM, float32, shaped and sharded like the parameters; None for a frozen one.
         weight, total: sums over the call's micro-batches, float32 scalars.
         model_state: new mutable state of the model.
+        stats: sums of the loss function's additive statistics, float32, or None.
         metrics: name -> (sum, weight), float32 scalars.
         bad: how many micro-batches were not finite, float32 scalar, the same on all shards.
         bad_leaf: int32: index of the first parameter (order of ``jax.tree.leaves``) with a non-finite gradient, or -1.
@@ -44,6 +60,7 @@ class Contribution(NamedTuple):
     weight: jax.Array
     total: jax.Array
     model_state: Any
+    stats: Any
     metrics: Mapping[str, tuple[jax.Array, jax.Array]]
     bad: jax.Array
     bad_leaf: jax.Array
@@ -97,6 +114,8 @@ class Recipe:
     ema: float | None
     skip: Skip
     report: Mapping[str, optax.Schedule]
+    merge_stats: MergeStats | None
+    trainable: Any  # tree of bools
     seed: int
     shardings: Any
     mesh: Mesh
@@ -107,10 +126,19 @@ class Recipe:
         """Whether every call of the step is a window of its own: nothing accumulates between calls."""
         return isinstance(self.accumulation, Scan) or self.accumulation.k == 1
 
+    def trained(self, tree: Any) -> Any:
+        """The part of a tree of parameters (or of their shardings) that is trained; None stands for the others."""
+        return jax.tree.map(lambda is_trained, x: x if is_trained else None, self.trainable, tree)
+
+    def completed(self, trained: Any, params: Any) -> Any:
+        """``params`` with the trained ones replaced."""
+        return jax.tree.map(lambda is_trained, new, old: new if is_trained else old, self.trainable, trained, params)
+
     def fresh(self, variables: Variables) -> Snapshot:
-        params = jax.tree.map(lambda x: x.astype(jnp.float32), variables.params)
+        params = variables.params
+        params = self.completed(jax.tree.map(lambda x: x.astype(jnp.float32), self.trained(params)), params)
         with relaxed():
-            opt_state = self.update.init({"grads": params})
+            opt_state = self.update.init({"grads": self.trained(params)})
         ema = None if self.ema is None else params
         scale, zero = self.precision.init_scale(), Counters.zero()
         snapshot = Snapshot(params, opt_state, variables.model_state, ema, scale, zero)
@@ -121,25 +149,36 @@ class Recipe:
         if self.single:
             return TrainState(params, opt_state, model_state, ema, scale, counters, None)
         zero = jnp.float32(0)
-        zeros = _sums(jax.tree.map(jnp.zeros_like, params), zero, zero, zero, {}, zero)
+        stats = self.zero_stats(model_state)
+        zeros = _sums(jax.tree.map(jnp.zeros_like, self.trained(params)), zero, zero, zero, {}, zero, stats)
         opt_state = optax.MultiStepsState(jnp.int32(0), counters.window, opt_state, zeros)
         start = WindowStart(counters, model_state)
         return TrainState(params, opt_state, model_state, ema, scale, counters, start)
 
+    def zero_stats(self, model_state: Any) -> Any:
+        return None if self.merge_stats is None else self.merge_stats.zeros(model_state)
+
     def loss(self, params: Any, model_state: Any, batch: Any, key: jax.Array | None) -> Loss:
         """The loss in compute dtype. The SHARD is cast, then gathered: fewer bytes on the wire."""
-        compute = self.constrained(self.precision.cast(params))
+        compute = self.constrained(self.precision.cast(params), self.shardings)
         loss = self.loss_fn(compute, model_state, batch, key)
         _check_loss(loss, model_state, {*BUILTIN, *self.report})
         return loss if loss.model_state is not None else loss._replace(model_state=model_state)
 
-    def constrained(self, params: Any) -> Any:
+    def check_stats(self, stats: Any, model_state: Any) -> None:
+        if stats is not None and self.merge_stats is None:
+            raise TypeError("loss_fn: Loss.stats are given, but no build_train_step(merge_stats=MergeStats(...)).")
+        zeros = jax.eval_shape(self.zero_stats, model_state)
+        wrong = paths.differences(zeros, stats)
+        if wrong:
+            raise TypeError("loss_fn: Loss.stats is unlike MergeStats.zeros:\n  " + "\n  ".join(wrong))
+
+    def constrained(self, tree: Any, shardings: Any) -> Any:
         """Parameters, or gradients, on their shards."""
         mesh = jax.sharding.get_abstract_mesh()
-        if not mesh.manual_axes:
-            return jax.lax.with_sharding_constraint(params, self.shardings)
-        here = jax.tree.map(lambda s: NamedSharding(mesh, s.spec), self.shardings)  # inside of ``deferred``
-        return jax.lax.with_sharding_constraint(params, here)
+        if mesh.manual_axes:  # inside of ``deferred``
+            shardings = jax.tree.map(lambda s: NamedSharding(mesh, s.spec), shardings)
+        return jax.lax.with_sharding_constraint(tree, shardings)
 
     def contribution(self, view: View, batch: Any, index: jax.Array, count: jax.Array | None = None) -> Contribution:
         """Of one micro-batch, number ``index``; with ``Scan`` of ``count`` of them, which begin there."""
@@ -167,16 +206,16 @@ class Recipe:
             new = self.micro(now, micro_batch, index + i, valid=i < count, shard=shard)
             added = jax.tree.map(jnp.add, so_far._replace(model_state=()), new._replace(model_state=()))
             first = jnp.where(so_far.bad_leaf == _NO_LEAF, new.bad_leaf, so_far.bad_leaf)
-            return added._replace(
-                grads=self.constrained(added.grads), model_state=new.model_state, bad_leaf=first
-            ), None
+            grads = self.constrained(added.grads, self.trained(self.shardings))
+            return added._replace(grads=grads, model_state=new.model_state, bad_leaf=first), None
 
         first = jax.tree.map(lambda x: x[0], batch)
         shapes = jax.eval_shape(functools.partial(self.micro, shard=shard), view, first, index)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes._replace(model_state=()))
         nothing = zeros._replace(
-            grads=self.constrained(zeros.grads), model_state=view.model_state, bad_leaf=jnp.int32(_NO_LEAF)
-        )
+            grads=self.constrained(zeros.grads, self.trained(self.shardings)), model_state=view.model_state,
+            bad_leaf=jnp.int32(_NO_LEAF),
+        )  # fmt: skip
         return jax.lax.scan(add, nothing, (jnp.arange(self.accumulation.k), batch))[0]
 
     def deferred(self, view: View, batch: Any, index: jax.Array, count: jax.Array) -> Contribution:
@@ -195,7 +234,8 @@ class Recipe:
         )  # fmt: skip
         each = over(view, batch, index, count)  # a leading dim of replicas on every leaf
         c = jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), each)
-        return c._replace(grads=self.constrained(c.grads), bad_leaf=jnp.max(each.bad_leaf), count=count)
+        grads = self.constrained(c.grads, self.trained(self.shardings))
+        return c._replace(grads=grads, bad_leaf=jnp.max(each.bad_leaf), count=count)
 
     def micro(
         self, view: View, batch: Any, index: jax.Array, valid: jax.Array | bool = True, shard: jax.Array | None = None
@@ -205,18 +245,20 @@ class Recipe:
         if shard is not None:
             key = jax.random.fold_in(key, shard)
 
-        def total(params: Any) -> tuple[jax.Array, Loss]:
-            loss = self.loss(params, view.model_state, batch, key)
+        def total(trained: Any) -> tuple[jax.Array, Loss]:
+            loss = self.loss(self.completed(trained, view.params), view.model_state, batch, key)
+            self.check_stats(loss.stats, view.model_state)
             return loss.total, loss
 
-        _, pull, loss = jax.vjp(total, view.params, has_aux=True)
+        _, pull, loss = jax.vjp(total, self.trained(view.params), has_aux=True)
         if self.precision.scaled:
             seed = self.precision.seed(view.scale, loss.weight)
             grads = jax.tree.map(lambda g: g / seed, pull(seed)[0])
         else:
             grads = pull(jnp.float32(1.0))[0]
         by_leaf = jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
-        rest = [loss.total, loss.weight, *_floats(loss.model_state), *jax.tree.leaves(dict(loss.metrics))]
+        sums = jax.tree.leaves((dict(loss.metrics), loss.stats))
+        rest = [loss.total, loss.weight, *_floats(loss.model_state), *sums]
         finite = jnp.all(by_leaf) & jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in rest]))
         if shard is not None and self.skip.what == "micro":  # left out of all replicas, or of none
             finite = jax.lax.pmin(finite.astype(jnp.int32), self.deferred_axes) == 1
@@ -228,6 +270,7 @@ class Recipe:
             weight=clean(loss.weight),
             total=clean(loss.total),
             model_state=jax.tree.map(lambda new, old: jnp.where(good, new, old), loss.model_state, view.model_state),
+            stats=clean(loss.stats),
             metrics=clean(dict(loss.metrics)),
             bad=jnp.where(~finite & valid, 1.0, 0.0),
             bad_leaf=jnp.where(jnp.all(by_leaf) | ~jnp.bool_(valid), _NO_LEAF, jnp.argmin(by_leaf).astype(jnp.int32)),
@@ -238,10 +281,10 @@ class Recipe:
     def apply(self, state: TrainState, c: Contribution) -> tuple[TrainState, StepMetrics]:
         known = jnp.float32(0) if self.single else state.opt_state.acc_grads["bad_leaf"]
         first_bad = jnp.where(known == 0, (c.bad_leaf + 1).astype(jnp.float32), 0.0)
-        sums = _sums(c.grads, c.weight, c.bad, c.total, c.metrics, first_bad)
+        sums = _sums(c.grads, c.weight, c.bad, c.total, c.metrics, first_bad, c.stats)
         transform = self.update if self.single else self.multi
         with relaxed():
-            out, opt_state = transform.update(sums, state.opt_state, {"grads": state.params})
+            out, opt_state = transform.update(sums, state.opt_state, {"grads": self.trained(state.params)})
         done = jnp.bool_(True) if self.single else opt_state.mini_step == 0
         if not self.single:  # optax resets by multiplying with zero, and 0 * inf would poison every later window
             clear = jax.tree.map(lambda x: jnp.where(done, 0.0, x), opt_state.acc_grads)
@@ -258,13 +301,14 @@ class Recipe:
         contribution = self.contribution(view, batch, state.counters.micro_step, count)
         # step == apply . grads, bit for bit: the barrier keeps the compiler from fusing across, and the layout is that
         # of an array between two calls, so that the norm's sums run in the same order.
-        grads = jax.tree.map(_row_major, contribution.grads, self.shardings)
+        grads = jax.tree.map(_row_major, contribution.grads, self.trained(self.shardings))
         return self.apply(state, jax.lax.optimization_barrier(contribution._replace(grads=grads)))
 
     def flush(self, state: TrainState, metric_names: Sequence[str]) -> tuple[TrainState, StepMetrics]:
         multi = state.opt_state
         with relaxed():
-            out, inner = self.update.update(multi.acc_grads, multi.inner_opt_state, {"grads": state.params})
+            trained = {"grads": self.trained(state.params)}
+            out, inner = self.update.update(multi.acc_grads, multi.inner_opt_state, trained)
         zeros = jax.tree.map(jnp.zeros_like, multi.acc_grads)
         opt_state = optax.MultiStepsState(jnp.int32(0), multi.gradient_step + 1, inner, zeros)
         state = state._replace(opt_state=opt_state)
@@ -283,10 +327,13 @@ class Recipe:
         """
         applied = done & (out["applied"] > 0)
         pick = functools.partial(jax.tree.map, lambda yes, no: jnp.where(applied, yes, no))
-        params = pick(jax.tree.map(lambda p, u: p + u.astype(p.dtype), state.params, out["grads"]), state.params)
-        ema = state.ema
+        before = self.trained(state.params)
+        trained = pick(jax.tree.map(lambda p, u: p + u.astype(p.dtype), before, out["grads"]), before)
+        params, ema = self.completed(trained, state.params), state.ema
         if self.ema is not None:
-            ema = pick(jax.tree.map(lambda e, p: self.ema * e + (1 - self.ema) * p, ema, params), ema)
+            before = self.trained(ema)
+            moved = pick(jax.tree.map(lambda e, p: self.ema * e + (1 - self.ema) * p, before, trained), before)
+            ema = self.completed(moved, ema)
         old = state.counters
         one = applied.astype(jnp.int32)
         skipped = done.astype(jnp.int32) - one
@@ -296,8 +343,11 @@ class Recipe:
         adjusted = self.precision.adjust(state.scale, out["bad"] == 0)
         scale = jax.tree.map(lambda new, now: jnp.where(told, new, now), adjusted, state.scale)
         record = self.record(state, out, counters, applied, done, names)
+        model_state = state.model_state
+        if self.merge_stats is not None:
+            model_state = pick(self.merge_stats.merge(model_state, out["stats"]), model_state)
         undo = done & ~applied
-        model_state = jax.tree.map(lambda was, now: jnp.where(undo, was, now), began, state.model_state)
+        model_state = jax.tree.map(lambda was, now: jnp.where(undo, was, now), began, model_state)
         start = state.start
         if start is not None:
             begun = WindowStart(counters, model_state)
@@ -329,7 +379,7 @@ class Recipe:
 
 
 def _sums(
-    grads: Any, weight: Any, bad: Any, total: Any, metrics: Mapping[str, tuple[Any, Any]], first_bad: Any
+    grads: Any, weight: Any, bad: Any, total: Any, metrics: Mapping[str, tuple[Any, Any]], first_bad: Any, stats: Any
 ) -> dict[str, Any]:
     """The tree that accumulates over a window; the loss function's metrics as one float32 [_MAX_METRICS, 2].
 
@@ -338,7 +388,8 @@ def _sums(
     packed = jnp.zeros((_MAX_METRICS, 2), jnp.float32)
     if metrics:
         packed = packed.at[: len(metrics)].set(jnp.stack([jnp.stack(metrics[name]) for name in sorted(metrics)]))
-    return {"grads": grads, "weight": weight, "bad": bad, "total": total, "metrics": packed, "bad_leaf": first_bad}
+    scalars = {"weight": weight, "bad": bad, "total": total, "bad_leaf": first_bad}
+    return scalars | {"grads": grads, "metrics": packed, "stats": stats}
 
 
 def _strong(x: jax.Array) -> jax.Array:
@@ -379,8 +430,6 @@ def _check_loss(loss: Any, model_state: Any, taken: set[str]) -> None:
         raise ValueError(f"loss_fn: metrics named {', '.join(clash)} are the step's own; choose other names.")
     if len(loss.metrics) > _MAX_METRICS:
         raise TypeError(f"loss_fn: {len(loss.metrics)} metrics; at most {_MAX_METRICS} are carried.")
-    if loss.stats is not None:
-        raise NotImplementedError("loss_fn: Loss.stats is not available yet; return new statistics as model_state.")
     if loss.model_state is not None:
         wrong = paths.differences(model_state, loss.model_state)
         if wrong:

@@ -5,6 +5,7 @@ Nothing here knows a config, a loop, a file or a model library; ``jaxtrain.adapt
 
 import functools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,13 +20,13 @@ from jaxtrain import optim, paths, rng, sharding
 from jaxtrain.losses import Loss
 from jaxtrain.optim import Accumulation, MultiSteps, Scan, Skip
 from jaxtrain.precision import Precision
-from jaxtrain.recipe import BUILTIN, Contribution, Recipe, StepMetrics, relaxed
+from jaxtrain.recipe import BUILTIN, Contribution, MergeStats, Recipe, StepMetrics, relaxed
 from jaxtrain.sharding import DEFAULT_RULES, Rules
 from jaxtrain.state import Snapshot, TrainState, Variables, View
 
 __all__ = [
-    "Contribution", "Loss", "MultiSteps", "NonFiniteError", "Precision", "Program", "Scan", "Skip", "StepMetrics",
-    "Variables",    "build_train_step",
+    "Contribution", "Loss", "MergeStats", "MultiSteps", "NonFiniteError", "Precision", "Program", "Scan", "Skip",
+    "StepMetrics", "Variables", "build_train_step",
 ]  # fmt: skip
 
 
@@ -45,8 +46,8 @@ def build_train_step(
     precision: Precision = Precision(),  # noqa: B008, a frozen value
     clip_norm: float | None = None,
     ema: float | None = None,
-    trainable: Any = None,
-    merge_stats: Callable | None = None,
+    trainable: str | Sequence[str] | Callable[[str], bool] | None = None,
+    merge_stats: MergeStats | None = None,
     nonfinite: Skip = Skip(),  # noqa: B008, a frozen value
     report: Mapping[str, optax.Schedule] | None = None,
     seed: int = 0,
@@ -68,7 +69,9 @@ def build_train_step(
         precision: compute dtype; the masters are float32.
         clip_norm: bound of the global norm of the mean gradient, or None.
         ema: decay of an exponential average of the parameters, counted in steps, or None.
-        trainable, merge_stats: not available yet, must be None.
+        trainable: which parameters are trained: patterns (``re.search``) for names such as ``layers/mlp/up/kernel``, or
+            a function of the name; None: all. Others keep their dtype and have neither gradient nor optimizer state.
+        merge_stats: turns ``Loss.stats``, summed over a window, into model_state.
         nonfinite: what a non-finite micro-gradient does.
         report: name -> schedule of steps, reported in the metrics as applied.
         seed: of parameters and of every key that ``loss_fn`` gets.
@@ -77,16 +80,11 @@ def build_train_step(
         ValueError: parameters that are not float32 (under their name), rules that the mesh or a shape cannot hold.
         TypeError: ``loss_fn`` returns something else than ``Loss`` of float32 scalars (raised at the first trace).
     """
-    for name, value, cure in (
-        ("trainable", trainable, "freeze parameters in the optimizer, as with optax.multi_transform"),
-        ("merge_stats", merge_stats, "return the running statistics as Loss.model_state"),
-    ):
-        if value is not None:
-            raise NotImplementedError(f"build_train_step: {name} is not available yet; {cure}.")
     with relaxed():
         variables = jax.eval_shape(init_fn, jax.eval_shape(lambda: rng.key(seed, "params")))
+    is_trained = _trained_by(trainable, list(paths.named_leaves(variables.params)))
     for name, leaf in paths.named_leaves(variables.params).items():
-        if leaf.dtype != jnp.float32:
+        if is_trained[name] and leaf.dtype != jnp.float32:
             raise ValueError(f"{name}: parameters are float32 masters, got {leaf.dtype}; other state is model_state.")
     if clip_norm is not None and not 0 < clip_norm < math.inf:
         raise ValueError(f"clip_norm={clip_norm}: give a positive bound, or None for no clipping.")
@@ -101,7 +99,8 @@ def build_train_step(
     recipe = Recipe(
         loss_fn=loss_fn, init_fn=init_fn, update=update, accumulation=accumulation,
         multi=optax.MultiSteps(update, accumulation.k, use_grad_mean=False),
-        precision=precision, ema=ema, skip=nonfinite, report=dict(report or {}), seed=seed,
+        precision=precision, ema=ema, skip=nonfinite, report=dict(report or {}), merge_stats=merge_stats, seed=seed,
+        trainable=jax.tree_util.tree_map_with_path(lambda path, _: is_trained[paths.name(path)], variables.params),
         shardings=sharding.infer(variables.params, mesh, rules), mesh=mesh,
         batch_axes=tuple(axis for axis in batch_axes if axis in mesh.shape),
     )  # fmt: skip
@@ -112,6 +111,18 @@ def build_train_step(
             "their statistics part; use Scan or MultiSteps, or a model without such state."
         )
     return Program(recipe, variables)
+
+
+def _trained_by(trainable: Any, names: Sequence[str]) -> dict[str, bool]:
+    if trainable is None:
+        return dict.fromkeys(names, True)
+    patterns = [trainable] if isinstance(trainable, str) else trainable
+    chosen = trainable if callable(trainable) else lambda name: any(re.search(pattern, name) for pattern in patterns)
+    found = {name: bool(chosen(name)) for name in names}
+    if not any(found.values()):
+        shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        raise ValueError(f"trainable={trainable!r} chooses none of the {len(names)} parameters: {shown}.")
+    return found
 
 
 class Program:
@@ -141,13 +152,16 @@ class Program:
         self.abstract_snapshot: Snapshot = sharding.with_shardings(snapshot, place(snapshot))
         self.abstract_state: TrainState = sharding.with_shardings(state, place(state))
         self.leaf_names = tuple(paths.named_leaves(variables.params))
+        self._trained_names = tuple(paths.named_leaves(recipe.trained(variables.params)))
         self._compile(place(state))
 
     def _compile(self, states: Any) -> None:
         recipe, batches, whole = self._recipe, self.batch_sharding, NamedSharding(self.mesh, P())
         views = View(states.params, states.model_state, states.scale)
         models = states.model_state
-        contributions = Contribution(states.params, whole, whole, models, whole, whole, whole, whole, whole)
+        contributions = Contribution(
+            recipe.trained(states.params), whole, whole, models, whole, whole, whole, whole, whole, whole
+        )
         variables = Variables(states.params, models)
         jit, count = jax.jit, self._counted
         init = lambda key: recipe.resume(recipe.fresh(recipe.init_fn(key)))  # noqa: E731
@@ -238,11 +252,23 @@ class Program:
     def flush(self, state: TrainState) -> tuple[TrainState, StepMetrics | None]:
         """Close a partial window: divide by what was accumulated and update. ``state`` is donated.
 
-        Returns ``(state, None)`` where nothing is pending. Not calling it at the end drops the pending micro-batches.
+        Returns ``(state, None)`` where nothing is pending. ``drop`` leaves them out instead.
         """
         if self._recipe.single or int(state.opt_state.mini_step) == 0:
             return state, None
         return self._flush(state, self._metric_names)
+
+    def drop(self, state: TrainState) -> tuple[TrainState, int]:
+        """Leave out a partial window, the other way to end: the state at its start, and how many micro-batches it lost.
+
+        They stay counted in ``micro_step``, so that the data goes on behind them. ``state`` is donated.
+        """
+        pending = 0 if self._recipe.single else int(state.opt_state.mini_step)
+        if not pending:
+            return state, 0
+        start = state.start.counters
+        seen = start._replace(micro_step=state.counters.micro_step, tokens=state.counters.tokens)
+        return self.resume(self.checkpoint_view(state)._replace(counters=seen)), pending
 
     def view(self, state: TrainState, *, copy: bool = True, ema: bool = False) -> View:
         """What gradients and evaluation need.
@@ -276,7 +302,9 @@ class Program:
         count, allowed = record["skipped_in_a_row"], self.nonfinite.max_consecutive
         if count > allowed:
             leaf = record["bad_leaf"]
-            where = f"the gradient of {self.leaf_names[leaf]!r}" if leaf >= 0 else "the loss, or every weight was zero"
+            where = (
+                f"the gradient of {self._trained_names[leaf]!r}" if leaf >= 0 else "the loss, or every weight was zero"
+            )
             scale = record["loss_scale"]
             low = self._recipe.precision.scaled and scale <= self._recipe.precision.loss_scale.minimum
             raise NonFiniteError(
