@@ -63,6 +63,7 @@ class Experiment:
         return [
             f"model    {c.model.name}, {parameters:,} parameters, {c.precision.compute} compute",
             f"batch    {rows} rows x {length} tokens x {k} micro-batches = {rows * length * k:,} tokens a step",
+            f"optim    {optim.report(c.optim.name, self.program.abstract_state.params, c.optim.weight_decay)}",
             f"mesh     {axes} ({mesh.size} x {mesh.devices.flat[0].device_kind})",
             f"text     {self.corpus}",
         ]

@@ -71,17 +71,17 @@ KEYS: dict[str, Key] = {
         "multisteps", "how a window's gradients are summed", choices=("multisteps", "scan", "scan_deferred"), free=True
     ),
     "accumulation.k": Key(1, "micro-batches a window", low=1),
-    "optim.name": Key("adamw", "optimizer", choices=("adamw", "sgd")),
+    "optim.name": Key("adamw", "optimizer", choices=("adamw", "sgd", "lion", "adafactor", "muon")),
     "optim.learning_rate": Key(1e-3, "the schedule's peak", low=0.0),
     "optim.schedule": Key("warmup_cosine", "its shape, in steps", choices=("constant", "linear", "warmup_cosine")),
     "optim.schedule_steps": Key(0, "its horizon in steps, warm-up included; 0: steps (constant: none)", low=0),
     "optim.warmup_steps": Key(0, "steps of linear warm-up", low=0),
     "optim.end_learning_rate": Key(0.0, "at the horizon", low=0.0),
-    "optim.b1": Key(0.9, "adamw: decay of the first moment", low=0.0, high=1 - 1e-6),
-    "optim.b2": Key(0.95, "adamw: decay of the second moment", low=0.0, high=1 - 1e-6),
-    "optim.eps": Key(1e-8, "adamw: added to the root of the second moment", low=1e-38),
-    "optim.weight_decay": Key(0.0, "adamw: decoupled; not on biases and norm scales", low=0.0),
-    "optim.momentum": Key(0.0, "sgd", low=0.0, high=1.0),
+    "optim.b1": Key(0.9, "adamw, lion, muon: decay of the first moment", low=0.0, high=1 - 1e-6),
+    "optim.b2": Key(0.95, "adamw, lion, muon: decay of the second moment", low=0.0, high=1 - 1e-6),
+    "optim.eps": Key(1e-8, "adamw, muon: added to the root of the second moment", low=1e-38),
+    "optim.weight_decay": Key(0.0, "decoupled, times the rate; not on biases and norm scales; not with sgd", low=0.0),
+    "optim.momentum": Key(0.0, "sgd; muon: 0 means 0.95", low=0.0, high=1.0),
     "optim.clip_norm": Key(1.0, "bound of the global gradient norm; 0: none", low=0.0),
     "optim.ema": Key(
         0.0, "decay, in steps, of a parameter average that is evaluated and sampled; 0: none", low=0.0, high=1 - 1e-6

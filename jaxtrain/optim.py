@@ -12,8 +12,11 @@ import optax
 
 from jaxtrain import paths
 
-NAMES = ("adamw", "sgd")
-NO_DECAY = r"(^|/)(bias|scale)$"
+NAMES = ("adamw", "sgd", "lion", "adafactor", "muon")
+NO_DECAY = r"(?i)(^|/)(bias|scale|gamma|beta)$|(^|/)(ln([_\d][^/]*)?|[^/]*norm[^/]*)/weight$"
+"""Names of parameters that weight decay spares: biases, and the scales of norms under any of their usual names."""
+NOT_HIDDEN = r"(^|/)(embedding|embed|head|lm_head|output)(/|$)"
+"""Names of matrices that Muon leaves to Adam: what tokens come in and go out by."""
 
 
 def build(
@@ -28,16 +31,32 @@ def build(
 ) -> optax.GradientTransformation:
     """An optimizer by name. Its schedule counts optimizer steps; clipping belongs to the train step.
 
+    Weight decay is decoupled and follows the rate: a step takes ``rate * weight_decay`` of a parameter, except of
+    biases and the scales of norms (``NO_DECAY``).
+
     Args:
-        name: ``adamw`` (b1, b2, eps, decoupled weight_decay) or ``sgd`` (momentum; weight_decay must be 0).
+        name: ``adamw`` (b1, b2, eps); ``sgd`` (momentum; no weight decay); ``lion`` (b1, b2; Chen et al. 2023, arXiv
+            2302.06675: a rate 3 to 10 times below AdamW's); ``adafactor`` (b1 and b2 unused; Shazeer and Stern 2018,
+            arXiv 1804.04235, updates relative to the parameter's own size); ``muon`` for hidden matrices (momentum,
+            0.95 where it is 0), scaled so that one rate suits both (Liu et al. 2025, arXiv 2502.16982, section 2.2),
+            and Adam with Nesterov momentum (b1, b2, eps) for the rest, see ``muon_dimensions``.
         learning_rate: a rate or a schedule.
-        weight_decay: applied to every parameter but biases and the scales of norms (names that match ``NO_DECAY``).
 
     Raises:
         ValueError: the name is unknown, or sgd with a weight decay.
     """
     if name == "adamw":
         return optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=decay_mask)
+    if name == "lion":
+        return optax.lion(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decay_mask)
+    if name == "adafactor":
+        return _decayed(optax.adafactor(learning_rate), learning_rate, weight_decay)
+    if name == "muon":
+        muon = optax.contrib.muon(
+            learning_rate, beta=momentum or 0.95, adam_b1=b1, adam_b2=b2, eps=eps, consistent_rms=0.2,
+            muon_weight_dimension_numbers=muon_dimensions,
+        )  # fmt: skip
+        return _decayed(muon, learning_rate, weight_decay)
     if name == "sgd":
         if weight_decay:
             raise ValueError(f"optimizer sgd takes no weight decay here, got {weight_decay}; use adamw or set it to 0.")
@@ -45,9 +64,56 @@ def build(
     raise ValueError(f"optimizer {name!r} is not one of {', '.join(NAMES)}.")
 
 
+def _decayed(
+    optimizer: optax.GradientTransformation, learning_rate: float | optax.Schedule, weight_decay: float
+) -> optax.GradientTransformation:
+    """Decoupled weight decay for an optimizer whose own knows no rate (Adafactor) or no mask (Muon's Adam)."""
+    if not weight_decay:
+        return optimizer
+    rate = learning_rate if callable(learning_rate) else lambda step: learning_rate
+    return optax.chain(optimizer, optax.add_decayed_weights(lambda step: -weight_decay * rate(step), mask=decay_mask))
+
+
 def decay_mask(params: Any) -> Any:
     """True for each parameter that weight decay applies to, by its role (its last name), never by its rank."""
     return jax.tree_util.tree_map_with_path(lambda path, _: not re.search(NO_DECAY, paths.name(path)), params)
+
+
+def muon_dimensions(params: Any) -> Any:
+    """For each parameter its ``MuonDimensionNumbers``, or None where Adam takes it.
+
+    By role: a hidden matrix is named ``kernel`` or ``weight`` and is ``[in, out]``, or ``[layers, in, out]`` where they
+    are stacked. optax's own rule (what has two dims) sends stacked kernels to Adam and the embedding to Muon.
+    """
+
+    def one(path: tuple[Any, ...], x: Any) -> optax.contrib.MuonDimensionNumbers | None:
+        name = paths.name(path)
+        hidden = re.search(r"(^|/)(kernel|weight)$", name) and not re.search(NOT_HIDDEN, name)
+        if not hidden or re.search(NO_DECAY, name) or x.ndim not in (2, 3):
+            return None
+        return optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1)
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def report(name: str, params: Any, weight_decay: float) -> str:
+    """What the optimizer does to which parameters, as a sentence for a person to read before training.
+
+    Args:
+        params: arrays or their shapes.
+    """
+    named = paths.named_leaves(params)
+    text = f"{name}, {_share({n for n in named if not re.search(NO_DECAY, n)}, named)} decayed by {weight_decay:g}"
+    if name == "muon":
+        is_dimensions = lambda x: isinstance(x, optax.contrib.MuonDimensionNumbers)  # noqa: E731
+        dimensions = jax.tree_util.tree_leaves_with_path(muon_dimensions(params), is_leaf=is_dimensions)
+        text += f"; muon for {_share({paths.name(path) for path, _ in dimensions}, named)}, adam for the rest"
+    return text
+
+
+def _share(chosen: set[str], named: dict[str, Any]) -> str:
+    values = sum(x.size for n, x in named.items() if n in chosen)
+    return f"{len(chosen)} of {len(named)} parameters ({values:,} of {sum(x.size for x in named.values()):,} values)"
 
 
 @dataclasses.dataclass(frozen=True)

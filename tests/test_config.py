@@ -33,7 +33,7 @@ RESUMABLE = {
 CHOICES = {
     "model.name": "transformer", "model.remat": "none attention dots full", "model.attention": "xla cudnn",
     "model.scan_layers": "auto yes no", "accumulation.mechanism": "multisteps scan scan_deferred",
-    "optim.name": "adamw sgd", "optim.schedule": "constant linear warmup_cosine",
+    "optim.name": "adamw sgd lion adafactor muon", "optim.schedule": "constant linear warmup_cosine",
     "precision.compute": "bfloat16 float32 float16",    "nonfinite.skip": "window micro",
 }  # fmt: skip
 NUMBERS = [name for name, key in KEYS.items() if type(key.default) in (int, float)]

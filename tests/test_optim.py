@@ -82,9 +82,95 @@ def test_the_mask_is_by_role_and_never_by_rank(stacked):
     }  # fmt: skip
 
 
+def test_lion():
+    """Chen et al. 2023, algorithm 2, by hand: the sign of a mix, then the momentum with another decay."""
+    gradients, rates, p, m = [1.0, -0.5, -2.0, 0.1], [0.1, 0.2, 0.05, 0.4], 1.0, 0.0
+    for g, rate in zip(gradients, rates, strict=True):
+        p -= rate * (np.sign(0.9 * m + 0.1 * g) + 0.3 * p)
+        m = 0.99 * m + 0.01 * g
+    schedule = lambda n: jnp.asarray(rates)[n]  # noqa: E731
+    last = steps(optim.build("lion", schedule, b1=0.9, b2=0.99, weight_decay=0.3), gradients)[-1]
+    np.testing.assert_allclose(last["mlp"]["kernel"][0], p, rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
+def test_SCH_04_decay_goes_by_role(name):
+    """A rate of 1 and gradients of zero: a step leaves 1 - 0.1 of what is decayed, and all of the rest."""
+    params = {
+        "blocks": {
+            "ln": {"scale": jnp.ones((12, 64))},
+            "dense": {"kernel": jnp.ones((12, 64, 64)), "bias": jnp.ones((12, 64))},
+        },
+        "final_norm": {"weight": jnp.ones(64)},
+    }
+    optimizer = optim.build(name, lambda n: 1.0 + 0 * n, weight_decay=0.1)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
+    new = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(new["blocks"]["dense"]["kernel"], 0.9, rtol=1e-6)
+    for spared in (new["blocks"]["ln"]["scale"], new["blocks"]["dense"]["bias"], new["final_norm"]["weight"]):
+        assert np.all(np.asarray(spared) == 1.0)
+    assert optim.report(name, params, 0.1).startswith(
+        f"{name}, 1 of 4 parameters (49,152 of 50,752 values) decayed by 0.1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "spared"),
+    [
+        ("ln_f/weight", True), ("ln/weight", True), ("ln1/weight", True), ("LayerNorm_0/weight", True),
+        ("q_norm/weight", True), ("dense/weight", False), ("lnet/weight", False), ("BatchNorm/beta", True),
+        ("normed/kernel", False), ("a/bias", True), ("biased/kernel", False), ("scale", True),
+    ],
+)  # fmt: skip
+def test_names_of_norms(name, spared):
+    *groups, last = name.split("/")
+    tree = {last: jnp.ones(2)}
+    for group in groups:
+        tree = {group: tree}
+    assert jax.tree.leaves(optim.decay_mask(tree)) == [not spared]
+
+
+def test_muon_takes_hidden_matrices_stacked_or_not_and_nothing_else():
+    shapes = {
+        "embedding": {"embedding": (320, 8)}, "head": {"kernel": (8, 320)},
+        "layers": {"up": {"kernel": (3, 8, 16)}, "norm": {"scale": (3, 8)}, "up2": {"bias": (3, 16)}},
+        "one": {"kernel": (8, 16)}, "conv": {"kernel": (3, 3, 8, 16)},
+    }  # fmt: skip
+    params = jax.tree.map(jnp.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    found = optim.muon_dimensions(params)
+    numbers = optax.contrib.MuonDimensionNumbers
+    assert found["layers"]["up"]["kernel"] == numbers(1, 2)
+    assert found["one"]["kernel"] == numbers(0, 1)
+    rest = (found["embedding"]["embedding"], found["head"]["kernel"], found["layers"]["norm"]["scale"])
+    assert (*rest, found["layers"]["up2"]["bias"], found["conv"]["kernel"]) == (None,) * 5
+    assert "muon for 2 of 7 parameters (512 of " in optim.report("muon", params, 0.0)
+
+
+def test_muon_orthogonalises_each_layer_of_a_stack():
+    """The update of a stacked kernel is that of each layer alone, and its singular values are near each other."""
+    draw = np.random.default_rng(0).normal(size=(3, 16, 32)).astype(np.float32)
+    optimizer = optim.build("muon", 1.0)
+
+    def update(grads):
+        params = jax.tree.map(jnp.zeros_like, grads)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    stacked = update({"layers": {"up": {"kernel": jnp.asarray(draw)}}})["layers"]["up"]["kernel"]
+    for layer in range(3):
+        alone = update({"up": {"kernel": jnp.asarray(draw[layer])}})["up"]["kernel"]
+        np.testing.assert_allclose(stacked[layer], alone, rtol=0, atol=1e-5)
+        singular = np.linalg.svd(np.asarray(stacked[layer]), compute_uv=False)
+        assert singular.max() / singular.min() < 2 < np.divide(*np.linalg.svd(draw[layer])[1][[0, -1]])
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "text"),
-    [("lion", {}, "'lion' is not one of adamw, sgd"), ("sgd", {"weight_decay": 0.1}, "no weight decay here, got 0.1")],
+    [
+        ("lamb", {}, "'lamb' is not one of adamw, sgd, lion, adafactor, muon"),
+        ("sgd", {"weight_decay": 0.1}, "no weight decay here, got 0.1"),
+    ],
 )
 def test_build_errors(name, settings, text):
     with pytest.raises(ValueError, match=text):

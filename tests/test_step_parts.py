@@ -9,7 +9,7 @@ from test_step import bits, host
 from test_step_cases import NAN, close, linear, linear_program, rows, run
 from test_step_scan import scan_program, stacked
 
-from jaxtrain import sharding
+from jaxtrain import optim, sharding
 from jaxtrain.precision import Precision
 from jaxtrain.step import Loss, MergeStats, MultiSteps, Scan, Skip, Variables, build_train_step
 
@@ -79,6 +79,56 @@ def test_trainable_that_chooses_nothing_lists_the_names():
 def test_a_trained_parameter_is_a_float32_master():
     with pytest.raises(ValueError, match=r"table: parameters are float32 masters, got bfloat16"):
         adapter_program(None)
+
+
+# ---- every optimizer ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", optim.NAMES)
+@pytest.mark.parametrize("accumulation", [MultiSteps(2), Scan(2)])
+def test_every_optimizer_trains_sharded_with_one_trace_and_resumes(name, accumulation):
+    """On 8 devices the parameters of one device, whatever shapes the optimizer's state has; part of them frozen."""
+
+    def loss(params, model_state, batch, key):
+        hidden = jax.nn.relu(batch["x"] @ params["layers"]["up"]["kernel"][0]) @ params["head"]["kernel"]
+        return Loss(jnp.sum((hidden + params["frozen"][None] - batch["y"]) ** 2), jnp.float32(batch["x"].shape[0]))
+
+    def init(key):
+        up, head = jax.random.split(key)
+        return Variables({
+            "layers": {"up": {"kernel": jax.random.normal(up, (1, 256, 512)) / 16}},
+            "head": {"kernel": jax.random.normal(head, (512, 8)) / 16}, "frozen": jnp.ones(8),
+        })  # fmt: skip
+
+    draw = np.random.default_rng(0)
+    micro_batches = [
+        {"x": draw.normal(size=(8, 256)).astype("f"), "y": draw.normal(size=(8, 8)).astype("f")} for _ in range(8)
+    ]
+    batches = micro_batches
+    if isinstance(accumulation, Scan):
+        batches = [stacked(micro_batches[i : i + 2]) for i in range(0, 8, 2)]
+    decay = 0.0 if name == "sgd" else 0.1
+    ends = []
+    for mesh in (sharding.make_mesh(), sharding.make_mesh(fsdp=8)):
+        program = build_train_step(
+            loss, init, optim.build(name, lambda n: 1e-3 / (n + 1), weight_decay=decay, momentum=0.9), mesh=mesh,
+            accumulation=accumulation, precision=Precision("float32"), clip_norm=1.0, trainable=("kernel",),
+        )  # fmt: skip
+        state = program.init()
+        start = host(state.params)
+        for batch in batches:
+            state, metrics = program.step(state, batch)
+        assert program.traces["step"] == 1
+        assert metrics.to_host()["step"] == 4
+        ends.append(host(state.params))
+        assert bits(ends[-1]["frozen"]) == bits(start["frozen"])
+        assert np.all(ends[-1]["head"]["kernel"] != start["head"]["kernel"])
+        again = program.resume(host(program.checkpoint_view(state)))
+        again, _ = program.step(again, batches[0])
+        state, _ = program.step(state, batches[0])
+        assert bits(again.params) == bits(state.params)
+    for one, eight in zip(jax.tree.leaves(ends[0]), jax.tree.leaves(ends[1]), strict=True):
+        np.testing.assert_allclose(eight, one, rtol=0, atol={"lion": 2e-3}.get(name, 2e-5))  # lion: a sign may flip
 
 
 # ---- statistics of a window --------------------------------------------------------------------------------------
