@@ -1,8 +1,11 @@
-"""The one place that turns a resolved config into objects; nothing else reads it."""
+"""The one place that turns a resolved config into objects.
+
+What runs them reads from the config its cadences and what it prints, nothing that says what to compute.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +18,7 @@ from jaxtrain import adapters, optim, schedules, sharding
 from jaxtrain.config import ConfigError
 from jaxtrain.data import text
 from jaxtrain.data.pipeline import Batches, InOrder, evenly_spaced
-from jaxtrain.losses import Loss, cross_entropy
+from jaxtrain.losses import Loss, chunked_cross_entropy, cross_entropy
 from jaxtrain.models import transformer
 from jaxtrain.models.transformer import Transformer, TransformerConfig
 from jaxtrain.precision import Precision
@@ -40,6 +43,11 @@ class Experiment:
     batches: Batches
     held_out: InOrder
     flops_per_sample: float
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Rows of the global micro-batch."""
+        return self.config.data.micro_batch_size
 
     def check_text(self, fingerprint: str, step: int) -> None:
         """Raise ConfigError where checkpoint ``step`` was trained on other text than is here now."""
@@ -110,13 +118,13 @@ def make_program(config: ConfigDict, mesh: Mesh) -> Program:
     o = config.optim
     schedule = schedules.build(
         o.schedule, peak=o.learning_rate, steps=o.schedule_steps or config.steps, warmup_steps=o.warmup_steps,
-        end=o.end_learning_rate,
+        decay_steps=o.decay_steps, end=o.end_learning_rate,
     )  # fmt: skip
     optimizer = optim.build(
         o.name, schedule, b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, momentum=o.momentum
     )
     return build_train_step(
-        *adapters.from_nnx(make, language_model_loss),
+        *adapters.from_nnx(make, language_model_loss(config.loss)),
         optimizer,
         mesh=mesh,
         rules=transformer.SHARDING_RULES,
@@ -137,8 +145,10 @@ def model_config(config: ConfigDict, mesh: Mesh) -> TransformerConfig:
         raise ConfigError(
             f"config: model.vocab_size={m.vocab_size} is below the data's {text.VOCAB_SIZE}; raise it or set 0."
         )
-    on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"  # an abstract mesh has no devices
-    scan = {"yes": True, "no": False, "auto": not (on_cpu and m.layers <= _UNROLLED_LAYERS)}[m.scan_layers]
+    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None  # an abstract mesh has no devices
+    if m.attention == "cudnn" and platform not in ("gpu", None):
+        raise ConfigError(f"config: model.attention=cudnn needs NVIDIA GPUs, and the devices are {platform}; use xla.")
+    scan = {"yes": True, "no": False, "auto": not (platform == "cpu" and m.layers <= _UNROLLED_LAYERS)}[m.scan_layers]
     same = ("layers", "d_model", "heads", "kv_heads", "d_ff", "max_length", "dropout", "rope_theta", "tied_embeddings")
     return TransformerConfig(
         vocab_size=m.vocab_size or text.VOCAB_SIZE, scan_layers=scan, remat=m.remat, attention=m.attention,
@@ -157,10 +167,21 @@ def precision(config: ConfigDict) -> Precision:
     return Precision(config.precision.compute)
 
 
-def language_model_loss(model: Transformer, batch: Any, key: jax.Array | None) -> Loss:
-    """Next-token loss of packed rows, see ``text.RowTable``: int32 and float32 leaves ``[B, L]``."""
-    logits = model(batch["tokens"], batch["positions"], batch["segment_ids"], key=key)
-    return cross_entropy(logits, batch["targets"], batch["weights"])
+def language_model_loss(c: ConfigDict) -> Callable[[Transformer, Any, jax.Array | None], Loss]:
+    """Next-token loss of packed rows, see ``text.RowTable``: int32 and float32 leaves ``[B, L]``.
+
+    An evaluation is plain cross-entropy: z-loss and label smoothing are of training only.
+    """
+
+    def loss(model: Transformer, batch: Any, key: jax.Array | None) -> Loss:
+        terms = {} if key is None else {"z_loss": c.z, "label_smoothing": c.label_smoothing}
+        hidden = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"], key=key)
+        if c.chunk:
+            kernel = model.head_kernel
+            return chunked_cross_entropy(hidden, kernel, batch["targets"], batch["weights"], chunk=c.chunk, **terms)
+        return cross_entropy(model.logits(hidden), batch["targets"], batch["weights"], **terms)
+
+    return loss
 
 
 def example_batch(config: ConfigDict) -> dict[str, jax.ShapeDtypeStruct]:

@@ -36,7 +36,7 @@ _FLAG = "--config."
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. ``argv`` without the program's name; ``sys.argv`` by default."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
+    parser, arguments = _parser(), None
     try:
         overrides, rest = _split(argv)
         arguments = parser.parse_args(rest)
@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return STOPPED
     except KeyboardInterrupt:
         print("jaxtrain: interrupted; what the newest checkpoint holds is safe.", file=sys.stderr)
+        if arguments is not None and arguments.run is _train:
+            print(f"Go on with the same line:\n  {arguments.line}", file=sys.stderr)
         return INTERRUPTED
     except Exception:
         traceback.print_exc()
@@ -66,6 +68,9 @@ def _terminable() -> Iterator[None]:
         raise _Terminated
 
     if threading.current_thread() is not threading.main_thread():  # Python allows no handlers there
+        yield
+        return
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
         yield
         return
     former = signal.signal(signal.SIGTERM, terminate)
@@ -149,6 +154,8 @@ def load_config(spec: str | None, overrides: dict[str, str]) -> ConfigDict:
         hint = f"; there is {', '.join(near)}" if near else ""
         raise ConfigError(f"config: {path} is no file{hint}.")
     module_spec = importlib.util.spec_from_file_location("jaxtrain_config_file", path)
+    if module_spec is None:
+        raise ConfigError(f"config: {path} is no Python file with get_config(arg); give one that ends in .py.")
     module = importlib.util.module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
@@ -209,7 +216,7 @@ def _eval(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
 
     program = experiment.program
     experiment.check_text(restored.data["fingerprint"], restored.host_state["counts"]["step"])
-    view = program.view(restored.state, copy=False, ema=restored.state.ema is not None)
+    view = program.view(restored.state, copy=False, ema=program.has_ema)
     result = evaluate(program, view, experiment.held_out)
     numbers = {name: value if math.isfinite(value) else None for name, value in result.items()}  # JSON has no NaN
     counts = restored.host_state["counts"]
@@ -275,12 +282,19 @@ def _set_up_jax(config: ConfigDict) -> None:
 
     if config.compile_cache:
         directory = config.compile_cache
-        if "://" not in directory:  # an object store is JAX's to open, and to complain of
+        if "://" not in directory:  # an object store is JAX's to open
             directory = pathlib.Path(directory).expanduser().absolute()
             try:
                 directory.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ConfigError(f"config: compile_cache={directory} cannot be made: {error.strerror}.") from error
+                raise ConfigError(
+                    f"config: compile_cache={directory} cannot be made: {error.strerror}; give another directory, or "
+                    "--config.compile_cache= for none."
+                ) from error
+        elif directory.startswith("gs://") and importlib.util.find_spec("gcsfs") is None:
+            raise ConfigError(
+                f"config: compile_cache={directory} needs gcsfs; install it with: pip install 'jaxtrain[gcs]'"
+            )
         jax.config.update("jax_compilation_cache_dir", str(directory))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 

@@ -73,9 +73,16 @@ KEYS: dict[str, Key] = {
     "accumulation.k": Key(1, "micro-batches a window", low=1),
     "optim.name": Key("adamw", "optimizer", choices=("adamw", "sgd", "lion", "adafactor", "muon")),
     "optim.learning_rate": Key(1e-3, "the schedule's peak", low=0.0),
-    "optim.schedule": Key("warmup_cosine", "its shape, in steps", choices=("constant", "linear", "warmup_cosine")),
-    "optim.schedule_steps": Key(0, "its horizon in steps, warm-up included; 0: steps (constant: none)", low=0),
+    "optim.schedule": Key(
+        "warmup_cosine",
+        "its shape, in steps",
+        choices=("constant", "linear", "warmup_cosine", "warmup_stable_decay", "inverse_sqrt"),
+    ),
+    "optim.schedule_steps": Key(
+        0, "its horizon in steps, warm-up included; 0: steps (constant, inverse_sqrt: none)", low=0
+    ),
     "optim.warmup_steps": Key(0, "steps of linear warm-up", low=0),
+    "optim.decay_steps": Key(0, "warmup_stable_decay: the last steps, that fall; 0: a fifth of the horizon", low=0),
     "optim.end_learning_rate": Key(0.0, "at the horizon", low=0.0),
     "optim.b1": Key(0.9, "adamw, lion, muon: decay of the first moment", low=0.0, high=1 - 1e-6),
     "optim.b2": Key(0.95, "adamw, lion, muon: decay of the second moment", low=0.0, high=1 - 1e-6),
@@ -86,6 +93,9 @@ KEYS: dict[str, Key] = {
     "optim.ema": Key(
         0.0, "decay, in steps, of a parameter average that is evaluated and sampled; 0: none", low=0.0, high=1 - 1e-6
     ),
+    "loss.chunk": Key(0, "positions of a row whose logits stand at a time; 0: all", low=0, free=True),
+    "loss.z": Key(0.0, "factor of log(Z)^2, in training", low=0.0),
+    "loss.label_smoothing": Key(0.0, "share of a target spread over the vocabulary, in training", low=0.0, high=0.99),
     "precision.compute": Key(
         "bfloat16", "compute dtype; masters are float32", choices=("bfloat16", "float32", "float16")
     ),
@@ -169,7 +179,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
     resolved = default()
     for name in KEYS:
         assign(resolved, name, _checked(name, values[name]))
-    if resolved.optim.schedule_steps == 0 and resolved.optim.schedule != "constant":
+    if resolved.optim.schedule_steps == 0 and resolved.optim.schedule not in _ENDLESS:
         resolved.optim.schedule_steps = resolved.steps
     for check in _CROSS_CHECKS:
         check(resolved)
@@ -186,6 +196,19 @@ def drift(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         if was != now and not key.free:
             lines.append(f"{name}: {was} -> {now}")
     return lines
+
+
+def about_the_horizon(old: ConfigDict, new: ConfigDict) -> str:
+    """A line of advice where ``new`` is ``old`` (both resolved) with another horizon and nothing else; or nothing.
+
+    The schedule follows ``steps`` where it is not told otherwise: to raise them alone makes another experiment.
+    """
+    horizon = old.optim.schedule_steps
+    if len(drift(old, new)) != 1 or new.optim.schedule_steps in (horizon, 0) or new.optim.schedule_steps != new.steps:
+        return ""
+    if new.steps > horizon and new.optim.end_learning_rate == 0:
+        return f"\nthis run's rate is 0 after step {horizon}: to train longer, begin anew in another --workdir"
+    return f"\nto go to step {new.steps} on this run's own schedule, add --config.optim.schedule_steps={horizon}"
 
 
 def _known(name: str) -> None:
@@ -251,6 +274,9 @@ def _sequence_fits(c: ConfigDict) -> None:
         )
 
 
+_ENDLESS = ("constant", "inverse_sqrt")  # schedules that have no horizon
+
+
 def _schedule_fits(c: ConfigDict) -> None:
     horizon = c.optim.schedule_steps or c.steps
     if c.optim.warmup_steps >= horizon:
@@ -258,7 +284,7 @@ def _schedule_fits(c: ConfigDict) -> None:
             f"config: optim.warmup_steps={c.optim.warmup_steps} must be less than the horizon of {horizon} "
             f"steps; give --config.optim.warmup_steps={horizon // 10} or more steps."
         )
-    if c.optim.schedule != "constant" and horizon < c.steps and c.optim.end_learning_rate == 0:
+    if c.optim.schedule not in _ENDLESS and horizon < c.steps and c.optim.end_learning_rate == 0:
         raise ConfigError(
             f"config: the schedule reaches 0 after optim.schedule_steps={horizon} and the run goes on to "
             f"steps={c.steps}; raise the horizon, or give an optim.end_learning_rate to go on with."
@@ -285,6 +311,13 @@ def _prompt_fits(c: ConfigDict) -> None:
         )
 
 
+def _attention_computes(c: ConfigDict) -> None:
+    if c.model.attention == "cudnn" and c.precision.compute == "float32":
+        raise ConfigError(
+            "config: model.attention=cudnn computes in bfloat16 or float16 and precision.compute=float32; change one."
+        )
+
+
 _CROSS_CHECKS: Sequence[Callable[[ConfigDict], None]] = (
-    _sequence_fits, _schedule_fits, _one_free_axis, _prompt_fits,
+    _sequence_fits, _schedule_fits, _one_free_axis, _prompt_fits, _attention_computes,
 )  # fmt: skip

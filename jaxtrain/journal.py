@@ -48,7 +48,7 @@ class Journal:
         lines = metrics.JsonlWriter(workdir.path / "metrics.jsonl", resumed, self.micro_step)
         goodput.rework(lines.furthest_step)  # younger than what goodput.json knows
         told = lines.last_evaluation or {}
-        self._evaluated = (told.get("step"), told.get("micro_step"))
+        self._evaluated, self._told_tokens = (told.get("step"), told.get("micro_step")), told.get("eval/tokens")
         self._trackers: list[metrics.Callback] = [
             lines,
             metrics.TensorBoardWriter(workdir.path / "tensorboard", resumed),
@@ -62,17 +62,20 @@ class Journal:
         self._paused_s = self._waited_s = 0.0
         device = experiment.program.mesh.devices.flat[0]
         self._device_kind, self._devices = device.device_kind, experiment.program.mesh.size
-        self._compiled = False
+        self._compiled = self._doubted = False
         self._newest: dict[str, Any] | None = None
         self._written = True
 
     def __enter__(self) -> "Journal":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type | None, *error: object) -> None:
         self._progress.close()
-        for tracker in self._trackers[:2]:
-            tracker.close()
+        with contextlib.ExitStack() as stack:  # all of them, and what is on its way out stays what comes out
+            if kind is not None:
+                stack.enter_context(contextlib.suppress(Exception))
+            for tracker in self._trackers[:2]:
+                stack.callback(tracker.close)
 
     def say(self, text: str) -> None:
         self._progress.message(text)
@@ -83,7 +86,7 @@ class Journal:
             yield
         self._compiled = True
         self._since = (time.perf_counter(), self.window, self.micro_step, self.tokens)
-        self._waited_s = 0.0
+        self._paused_s = self._waited_s = 0.0
 
     def dispatch(self) -> contextlib.AbstractContextManager:
         """Around a step: the first one compiles."""
@@ -139,11 +142,11 @@ class Journal:
         began, window, micro_step, tokens = self._since
         windows = max(self.window - window, 1)
         spent_s = max(now - began - self._paused_s, 1e-9)
-        samples = (self.micro_step - micro_step) * self._config.data.micro_batch_size
+        samples = (self.micro_step - micro_step) * self.experiment.micro_batch_size
         hidden = ("window", "window_done", "skipped_in_a_row", "bad_leaf", "weight")
         line = {name: value for name, value in record.items() if name not in hidden}
         line |= {
-            "samples": self.micro_step * self._config.data.micro_batch_size,
+            "samples": self.micro_step * self.experiment.micro_batch_size,
             "tokens_per_s": (self.tokens - tokens) / spent_s,
             "step_s": spent_s / windows,
             "input_wait_s": self._waited_s / windows,
@@ -160,7 +163,10 @@ class Journal:
     def _mfu(self, flops_per_s: float) -> float | None:
         try:
             return hardware.mfu(flops_per_s, self._device_kind, self._config.precision.compute, self._devices)
-        except ValueError:  # above 1: two lines so close together that the clock says nothing
+        except ValueError as error:  # above 1: a wrong catalogue, or two lines so close that the clock says nothing
+            if not self._doubted:
+                self.say(f"mfu is not known: {error}")
+            self._doubted = True
             return None
 
     def is_evaluated(self) -> bool:
@@ -169,8 +175,10 @@ class Journal:
 
     def evaluated(self, evaluation: dict[str, float] | None) -> None:
         """Tell an evaluation of the state as it is; None (abandoned) and one that is told already are not."""
-        if evaluation is None or self.is_evaluated():
+        told = self.is_evaluated() and evaluation is not None and evaluation["eval/tokens"] == self._told_tokens
+        if evaluation is None or told:
             return
+        self._told_tokens = evaluation["eval/tokens"]
         self._evaluated = (self.step, self.micro_step)
         line = {
             "step": self.step,

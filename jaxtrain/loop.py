@@ -7,7 +7,7 @@ It waits for nothing but the step before the one it has just dispatched: metrics
 import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
 from jaxtrain import metrics
@@ -61,16 +61,17 @@ def train(
     config, program = experiment.config, experiment.program
     workdir.check(config)
     with contextlib.ExitStack() as stack:
-        preemption = stack.enter_context(Preemption())
+        preemption = Preemption()
+        stack.push(preemption)  # left last; entered when there is something to save
         checkpoints = Checkpoints(workdir.path / "checkpoints", keep_last=config.checkpoint.keep_last)
-        stack.push(lambda kind, *_: _close(checkpoints, kind))
+        stack.push(lambda kind, *_: _quietly(checkpoints.close, kind))
         began = time.monotonic()
         newest = checkpoints.latest_verified()
         if newest is not None:  # the last refusal: from here on the workdir is written
             experiment.check_text(checkpoints.data(newest)["fingerprint"], newest)
         workdir.keep(config)
         goodput = Goodput(workdir.path / "goodput.json", before={Phase.RESTORE: time.monotonic() - began})
-        stack.callback(goodput.save)
+        stack.push(lambda kind, *_: _quietly(goodput.save, kind))
         with goodput.phase(Phase.COMPILE if newest is None else Phase.RESTORE):
             state, start, platform_changes = _start(experiment, checkpoints, newest)
         journal = stack.enter_context(Journal(experiment, workdir, goodput, start, callbacks, stream))
@@ -81,6 +82,7 @@ def train(
             for change in platform_changes:
                 journal.say(f"not bit for bit as before: {change}")
         position = start["sample_index"]
+        preemption.__enter__()
         put = lambda batch: to_devices(batch, program.batch_sharding)  # noqa: E731
         feed = stack.enter_context(DevicePrefetch(experiment.batches.at(position), put))
         reader = MetricsReader()
@@ -90,7 +92,7 @@ def train(
             checkpoints.check()
             if journal.window == start["window"]:
                 return  # nothing was done since the checkpoint that was restored
-            with goodput.phase(Phase.CHECKPOINT):
+            with goodput.phase(Phase.CHECKPOINT), journal.paused():
                 saved = checkpoints.save(
                     journal.step, program.checkpoint_view(state), host_state=_host_state(journal),
                     data=_data(experiment, journal.micro_step),
@@ -100,7 +102,7 @@ def train(
 
         def run_evaluation() -> dict[str, float] | None:
             with goodput.phase(Phase.EVAL), journal.paused():
-                view = program.view(state, copy=False, ema=config.optim.ema > 0)
+                view = program.view(state, copy=False, ema=program.has_ema)
                 return evaluate(program, view, experiment.held_out, stop=lambda: preemption.requested is not None)
 
         evaluation = None
@@ -114,11 +116,11 @@ def train(
                 if taken is None or preemption.requested:
                     break
                 batch, waited_s = taken
+                journal.waited(waited_s)
                 with journal.dispatch():
                     state, step_metrics = program.step(state, batch)
                     feed.ahead()
                     record = reader.push(step_metrics)
-                journal.waited(waited_s)
                 journal.log(record)
                 if preemption.requested:
                     break
@@ -142,9 +144,9 @@ def train(
         if done and evaluation is None and preemption.requested is None:  # all was done before this call
             evaluation = run_evaluation()
             journal.evaluated(evaluation)
-        finished = done and evaluation is not None and preemption.requested is None
         with goodput.phase(Phase.CHECKPOINT):
             checkpoints.wait()
+        finished = done and evaluation is not None and preemption.requested is None
         journal.end(finished)
         saved = journal.step in checkpoints.steps()
         return Outcome(
@@ -193,18 +195,19 @@ def _platform(experiment: Experiment) -> dict[str, Any]:
     """What "bit for bit" depends on: versions, cores, devices and their mesh."""
     mesh = experiment.program.mesh
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
-    return host_state.platform_fingerprint() | {"devices": devices, "mesh": str(dict(mesh.shape))}
+    kernels = ", ".join(f"{name} {experiment.config.model[name]}" for name in ("attention", "remat", "scan_layers"))
+    return host_state.platform_fingerprint() | {"devices": devices, "mesh": str(dict(mesh.shape)), "kernels": kernels}
 
 
 def _data(experiment: Experiment, micro_step: int) -> dict[str, Any]:
-    index = micro_step * experiment.config.data.micro_batch_size
+    index = micro_step * experiment.micro_batch_size
     return {"sample_index": index, "fingerprint": experiment.corpus.fingerprint}
 
 
-def _close(checkpoints: Checkpoints, failed: type | None) -> None:
-    """Wait for the last save; while an exception is on its way out, a failed save must not mask it."""
+def _quietly(clean_up: Callable[[], None], failed: type | None) -> None:
+    """Clean up; while an exception is on its way out, another one (a full disk, a failed save) must not mask it."""
     try:
-        checkpoints.close()
+        clean_up()
     except Exception:
         if failed is None:
             raise

@@ -1,12 +1,14 @@
 """The picture of a run: loss and learning rate over steps, as a PNG."""
 
+import io
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from jaxtrain.workdir import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,12 +36,9 @@ def loss_curve(
     path = Path(path)
     figure = _draw(sorted(records, key=lambda r: r["step"]), baselines or {}, title, bytes_unit)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        figure.savefig(temporary, format="png", dpi=150)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=150)
+    write_whole(path, drawn.getvalue())
 
 
 def _draw(

@@ -17,6 +17,7 @@ class Preemption:
 
     def __init__(self) -> None:
         self.requested: str | None = None
+        self._interrupted = False
         self._former: dict[int, object] = {}
 
     def request(self, why: str) -> None:
@@ -37,9 +38,11 @@ class Preemption:
         self._former.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.requested is not None:
+        if number == signal.SIGINT and self._interrupted:
             raise KeyboardInterrupt
+        self._interrupted |= number == signal.SIGINT
         self.request("Ctrl-C" if number == signal.SIGINT else "SIGTERM")
-        note = f"\n{self.requested}: saving, then stopping" + (" (Ctrl-C again: at once, unsaved)\n")
+        more = "Ctrl-C again" if self._interrupted else "Ctrl-C twice"
+        note = f"\n{self.requested}: saving, then stopping ({more}: at once, without a new save)\n"
         with contextlib.suppress(OSError):  # nobody listens: a closed terminal must not cost the checkpoint
             os.write(2, note.encode())  # print is not safe inside a handler

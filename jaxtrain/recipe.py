@@ -339,8 +339,9 @@ class Recipe:
         skipped = done.astype(jnp.int32) - one
         in_a_row = jnp.where(applied, 0, old.skipped_in_a_row + skipped)
         counters = old._replace(window=old.window + one + skipped, step=old.step + one, skipped_in_a_row=in_a_row)
-        told = done & (applied | (out["bad"] > 0))  # a window without any weight says nothing about the scale
-        adjusted = self.precision.adjust(state.scale, out["bad"] == 0)
+        overflowed = ~jnp.isfinite(out["norm"])  # a sum of finite gradients can be infinite
+        told = done & (applied | (out["bad"] > 0) | overflowed)  # a window without any weight tells the scale nothing
+        adjusted = self.precision.adjust(state.scale, (out["bad"] == 0) & ~overflowed)
         scale = jax.tree.map(lambda new, now: jnp.where(told, new, now), adjusted, state.scale)
         record = self.record(state, out, counters, applied, done, names)
         model_state = state.model_state

@@ -52,7 +52,7 @@ def finish(
     if c.tokens:
         tokens = min(c.tokens, _room(experiment, c.prompt))
         shown = sample_text(experiment, outcome.state, c.prompt, c.tokens, c.temperature, config.seed)
-        say(f"\na sample of {tokens} tokens:\n" + "\n".join("  | " + line for line in shown.split("\n")))
+        say(f"\na sample of up to {tokens} tokens:\n" + "\n".join("  | " + line for line in shown.split("\n")))
     say(f"\nnext: {command} sample --workdir={shlex.quote(str(workdir))} --prompt='class '")
 
 
@@ -66,7 +66,7 @@ def sample_text(
     Raises:
         ValueError: the prompt alone fills the model's ``max_length``.
     """
-    view = experiment.program.view(state, copy=False, ema=state.ema is not None)
+    view = experiment.program.view(state, copy=False, ema=experiment.program.has_ema)
     module = experiment.module(view.params, view.model_state)
     ids = [text.DOCUMENT_START, *prompt.encode()]
     key = rng.key(seed, "sample")

@@ -6,6 +6,7 @@ Nothing here knows a config, a loop, a file or a model library; ``jaxtrain.adapt
 import functools
 import math
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -140,6 +141,7 @@ class Program:
         """Use ``build_train_step``."""
         self.mesh, self.accumulation, self.nonfinite = recipe.mesh, recipe.accumulation, recipe.skip
         self.traces: dict[str, int] = {}
+        self._traced: Any = None  # the step's arguments, as shapes
         self._recipe, self._batch_axes = recipe, recipe.batch_axes
         self._known_batches: set[tuple] = set()
         self._metric_names: tuple[str, ...] = ()
@@ -302,14 +304,19 @@ class Program:
         count, allowed = record["skipped_in_a_row"], self.nonfinite.max_consecutive
         if count > allowed:
             leaf = record["bad_leaf"]
-            where = (
-                f"the gradient of {self._trained_names[leaf]!r}" if leaf >= 0 else "the loss, or every weight was zero"
-            )
+            if leaf >= 0:
+                why = f"not finite in the gradient of {self._trained_names[leaf]!r}"
+            elif record["weight"] == 0:
+                why = "every weight was zero"
+            elif not math.isfinite(record["grad_norm"]):
+                why = f"the gradients are finite and their global norm is {record['grad_norm']}"
+            else:
+                why = "not finite in the loss, its metrics or its new model_state"
             scale = record["loss_scale"]
             low = self._recipe.precision.scaled and scale <= self._recipe.precision.loss_scale.minimum
             raise NonFiniteError(
                 f"{count} windows in a row were skipped (allowed: {allowed}) after step {record['step']}, window "
-                f"{record['window']}: not finite in {where}"
+                f"{record['window']}: {why}"
                 + (f"; loss scale at minimum ({scale})" if low else "")
                 + ". Parameters are those of the last good step; lower the learning rate or look at the data."
             )
@@ -327,9 +334,22 @@ class Program:
 
     def resume(self, snapshot: Snapshot) -> TrainState:
         """The state that a snapshot stands for, ready for its window's first micro-batch. ``snapshot`` is donated."""
-        return self._resume(snapshot)
+        seen: set[int] = set()
+
+        def own(x: Any) -> Any:  # a buffer under two names cannot be donated twice
+            if id(x) in seen:
+                return jnp.copy(x)
+            seen.add(id(x))
+            return x
+
+        return self._resume(jax.tree.map(own, snapshot))
 
     # ---- shapes -------------------------------------------------------------------------------------------------
+
+    @property
+    def has_ema(self) -> bool:
+        """Whether there is an exponential average of the parameters to evaluate."""
+        return self._recipe.ema is not None
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -415,9 +435,22 @@ class Program:
         @functools.wraps(function)
         def counted(*args: Any) -> Any:
             self.traces[name] = self.traces.get(name, 0) + 1
+            if name == "step":
+                self._tell_changes(args)
             return function(*args)
 
         return counted
+
+    def _tell_changes(self, args: Any) -> None:
+        """Warn at a second trace of the step: it compiles again, which a user's loop would not notice."""
+        shapes = jax.tree.map(jax.typeof, args)
+        if self._traced is not None:
+            changes = [line.removeprefix("1/") for line in paths.differences(self._traced, shapes)]
+            what = "\n  ".join(changes) or "the same shapes and dtypes with another sharding, weak type or structure"
+            warnings.warn(
+                f"step is compiled a second time; keep its arguments alike:\n  {what}", RuntimeWarning, stacklevel=2
+            )
+        self._traced = shapes
 
     def _with_names(self, function: Callable) -> Callable:
         """Note, at the trace, which metrics are the loss function's: ``flush`` has no loss to ask."""

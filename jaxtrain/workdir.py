@@ -51,17 +51,8 @@ class Workdir:
                     f"workdir {self.path} holds another experiment:\n  "
                     + "\n  ".join(lines)
                     + "\nuse another --workdir, or put these values back; what a run may change in mid-course is "
-                    "marked in: jaxtrain config show" + self._about_the_horizon(lines, config)
+                    "marked in: jaxtrain config show" + config_lib.about_the_horizon(read_config(self.path), config)
                 )
-
-    def _about_the_horizon(self, lines: list[str], config: ConfigDict) -> str:
-        """What to do for who only raised ``steps``, which the schedule follows where it is not told otherwise."""
-        horizon = read_config(self.path).optim.schedule_steps
-        if not horizon or len(lines) != 1 or config.optim.schedule_steps != config.steps:
-            return ""
-        if config.steps > horizon and config.optim.end_learning_rate == 0:
-            return f"\nthis run's rate is 0 after step {horizon}: to train longer, begin anew in another --workdir"
-        return f"\nto go to step {config.steps} on this run's own schedule, add --config.optim.schedule_steps={horizon}"
 
     def keep(self, config: ConfigDict) -> None:
         """Write ``config.json``, after the same ``check``."""
@@ -77,11 +68,15 @@ class Workdir:
 def write_whole(path: pathlib.Path, content: bytes) -> None:
     """Put ``content`` on the disk under ``path``: all of it, or ``path`` stays as it was. Waits for the disk."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     with contextlib.suppress(OSError):  # some network file systems cannot sync a directory; the rename stands
         directory = os.open(path.parent, os.O_RDONLY)
         try:

@@ -114,7 +114,7 @@ def test_sgd_without_clipping_and_average(texts):
     one, zero = jnp.float32(1), jnp.int32(0)
     grads = jax.tree.map(lambda x: jnp.full(x.shape, 3.0), zeros.params)
     state, metrics = e.program.apply(
-        zeros, Contribution(grads, 2 * one, one, zeros.model_state, {}, 0 * one, zero, zero)
+        zeros, Contribution(grads, 2 * one, one, zeros.model_state, None, {}, 0 * one, zero, zero, zero)
     )
     assert {float(x) for leaf in jax.tree.leaves(state.params) for x in np.unique(leaf)} == {float(np.float32(-0.15))}
     record = metrics.to_host()
@@ -163,9 +163,14 @@ def test_every_model_key_reaches_the_model():
     }
     for name, value in wanted.items():
         config.assign(c, f"model.{name}", value)
-    made = assemble.model_config(config.resolve(c), sharding.make_mesh())
+    with pytest.raises(
+        config.ConfigError, match=r"attention=cudnn needs NVIDIA GPUs, and the devices are cpu; use xla"
+    ):
+        assemble.model_config(config.resolve(c), sharding.make_mesh())
+    abstract = AbstractMesh((1,) * 4, sharding.AXES, axis_types=(AxisType.Auto,) * 4)
+    made = assemble.model_config(config.resolve(c), abstract)
     assert {name: getattr(made, name) for name in wanted} == wanted
-    c.model.vocab_size = 0
+    c.model.vocab_size, c.model.attention = 0, "xla"
     assert assemble.model_config(config.resolve(c), sharding.make_mesh()).vocab_size == 320
 
 

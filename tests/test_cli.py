@@ -168,6 +168,18 @@ BAD_FILES = {
 }  # fmt: skip
 
 
+def test_a_config_that_is_no_python_file(refused, copy, tmp_path):
+    path = copy / "config.json"
+    refused(rf"{path} is no Python file with get_config", "train", f"--config={path}", f"--workdir={tmp_path / 'run'}")
+
+
+def test_a_compile_cache_on_gcs_needs_its_extra(refused, config_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    cache = "--config.compile_cache=gs://bucket/cache"
+    refused(r"needs gcsfs; install it with: pip install 'jaxtrain\[gcs\]'", "train", f"--config={config_file}",
+            f"--workdir={tmp_path / 'run'}", cache)  # fmt: skip
+
+
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_bad_config_files(refused, tmp_path, name):
     content, sentence = BAD_FILES[name]
@@ -239,9 +251,9 @@ def test_PRE_01_sigterm_outside_of_the_loop(run, config_file, copy, monkeypatch,
 def test_a_compile_cache_in_an_object_store_is_left_to_jax(run, config_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jaxtrain.assemble, "assemble", boom)
-    cache = "--config.compile_cache=gs://bucket/cache"
+    cache = "--config.compile_cache=s3://bucket/cache"
     assert run("train", f"--config={config_file}", "--workdir=run", cache)[0] == 70
-    assert jax.config.jax_compilation_cache_dir == "gs://bucket/cache"
+    assert jax.config.jax_compilation_cache_dir == "s3://bucket/cache"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -492,7 +504,7 @@ def test_sample(run, finished):
     cold = {sample("--temperature=0", f"--seed={seed}") for seed in range(2)}
     assert len(cold) == 1
     assert cold.pop().startswith(TINY["sample.prompt"])  # the config's prompt
-    at_the_end = printed.split("a sample of 8 tokens:\n")[1].split("\nnext: ")[0]
+    at_the_end = printed.split("a sample of up to 8 tokens:\n")[1].split("\nnext: ")[0]
     shown = "\n".join(f"  | {line}" for line in sample(f"--seed={TINY['seed']}")[:-1].splitlines())
     assert at_the_end.rstrip("\n") == shown.rstrip("\n")  # train shows what the command gives for the run's seed
     assert contents(workdir) == before

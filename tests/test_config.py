@@ -14,6 +14,7 @@ from jaxtrain.config import KEYS, ConfigError
 ZERO_OR_MORE = (
     "model.vocab_size", "optim.schedule_steps", "optim.warmup_steps", "nonfinite.max_consecutive",
     "checkpoint.every_steps", "eval.every_steps", "eval.rows", "sample.tokens", "seed",
+    "optim.decay_steps", "loss.chunk",
 )  # fmt: skip
 ONE_OR_MORE = (
     "steps", "log_every_steps", "data.micro_batch_size", "model.layers", "model.d_model", "model.heads",
@@ -22,18 +23,20 @@ ONE_OR_MORE = (
 NOT_NEGATIVE = (
     "data.held_out_fraction", "model.dropout", "optim.learning_rate", "optim.end_learning_rate", "optim.b1", "optim.b2",
     "optim.eps", "optim.weight_decay", "optim.momentum", "optim.clip_norm", "optim.ema", "sample.temperature",
+    "loss.z", "loss.label_smoothing",
 )  # fmt: skip
-BELOW_ONE = ("model.dropout", "data.held_out_fraction", "optim.b1", "optim.b2")
+BELOW_ONE = ("model.dropout", "loss.label_smoothing", "data.held_out_fraction", "optim.b1", "optim.b2")
 RESUMABLE = {
     "steps", "log_every_steps", "compile_cache", "model.remat", "model.attention", "model.scan_layers",
     "accumulation.mechanism", "nonfinite.max_consecutive", "mesh.slice", "mesh.data", "mesh.fsdp", "mesh.tensor",
     "checkpoint.every_steps", "checkpoint.keep_last", "eval.every_steps", "eval.rows", "sample.tokens", "sample.prompt",
-    "sample.temperature",
+    "sample.temperature", "loss.chunk",
 }  # fmt: skip
 CHOICES = {
     "model.name": "transformer", "model.remat": "none attention dots full", "model.attention": "xla cudnn",
     "model.scan_layers": "auto yes no", "accumulation.mechanism": "multisteps scan scan_deferred",
-    "optim.name": "adamw sgd lion adafactor muon", "optim.schedule": "constant linear warmup_cosine",
+    "optim.name": "adamw sgd lion adafactor muon",
+    "optim.schedule": "constant linear warmup_cosine warmup_stable_decay inverse_sqrt",
     "precision.compute": "bfloat16 float32 float16",    "nonfinite.skip": "window micro",
 }  # fmt: skip
 NUMBERS = [name for name, key in KEYS.items() if type(key.default) in (int, float)]

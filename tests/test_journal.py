@@ -79,7 +79,7 @@ def experiment(log_every=1, device="NVIDIA H200", steps=100):
     )  # fmt: skip
     mesh = namespace(size=2, devices=namespace(flat=[namespace(device_kind=device)]))
     program = namespace(mesh=mesh, check=check)
-    return namespace(config=config, program=program, flops_per_sample=FLOPS_PER_SAMPLE)
+    return namespace(config=config, program=program, micro_batch_size=4, flops_per_sample=FLOPS_PER_SAMPLE)
 
 
 @pytest.fixture
@@ -158,6 +158,18 @@ def test_no_mfu_where_it_says_nothing(opened, clock, device, seconds):
     clock.now += seconds
     one.log(record(1))
     assert lines[0]["mfu"] is None
+
+
+def test_what_came_before_the_first_step_is_in_no_line(opened, clock):
+    """An evaluation that was due, a cold first batch: neither changes the first line's rates."""
+    one, lines, _ = opened(experiment())
+    with one.paused():
+        clock.now += 60
+    one.waited(5.0)
+    compiled(one, clock)
+    clock.now += 2
+    one.log(record(1))
+    assert (lines[0]["tokens_per_s"], lines[0]["step_s"], lines[0]["input_wait_s"]) == (50.0, 2.0, 0.0)
 
 
 def test_no_time_at_all_divides_by_nothing(opened, clock):

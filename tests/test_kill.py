@@ -21,6 +21,7 @@ STEPS, SAVE, EVAL = 60, 5, 7
 def config_file(tmp_path_factory):
     base = tmp_path_factory.mktemp("kill")
     changes = {"steps": STEPS, "checkpoint__every_steps": SAVE, "eval__every_steps": EVAL, "sample__tokens": 0}
+    changes |= {"accumulation__k": 2}  # so that a kill falls into the middle of windows, too
     return write_config(base / "tiny.py", session_cache(tmp_path_factory), write_corpus(base / "text"), **changes)
 
 

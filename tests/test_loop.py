@@ -690,6 +690,7 @@ RNG_05 = {
     "prefetch 8": {},
     "sampling": {},
     "noise": {},
+    "compiled before": {},
 }
 
 
@@ -710,6 +711,8 @@ def test_RNG_05_side_work_changes_nothing(base, tmp_path, monkeypatch, what):
                 return self.inner.step(state, batch)
 
         program = Sampling(program)
+    if what == "compiled before":
+        program.lower(program.batch_struct(next(base.batches.at(0)))).compile()
     if what == "noise":
 
         class Noise(CallbackBase):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.losses import BITS_PER_NAT, Loss, cross_entropy
+from jaxtrain.losses import BITS_PER_NAT, Loss, chunked_cross_entropy, classification, cross_entropy
 
 
 def case(shape: tuple[int, ...], vocabulary: int, size: float = 3.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -61,3 +61,116 @@ def test_nothing_valid_is_zero_over_zero():
 def test_a_loss_is_a_sum_a_weight_and_nothing_more_by_default():
     loss = Loss(jnp.float32(1), jnp.float32(2))
     assert (loss.model_state, loss.stats, dict(loss.metrics)) == (None, None, {})
+
+
+# ---- more terms --------------------------------------------------------------------------------------------------
+
+
+def with_terms(logits, targets, weights, z_loss, smoothing):
+    """``(sum, gradient of the sum)`` of cross-entropy, z-loss and label smoothing in float64."""
+    x = np.float64(logits)
+    log_z = np.log(np.exp(x).sum(-1))
+    p = np.exp(x - log_z[..., None])
+    wanted = (1 - smoothing) * np.eye(x.shape[-1])[targets] + smoothing / x.shape[-1]
+    items = log_z - (x * wanted).sum(-1) + z_loss * log_z**2
+    gradient = p * (1 + 2 * z_loss * log_z)[..., None] - wanted
+    return float((items * weights).sum()), gradient * np.float64(weights)[..., None]
+
+
+@pytest.mark.parametrize(("z_loss", "smoothing"), [(0.0, 0.0), (1e-2, 0.0), (0.0, 0.1), (1e-2, 0.3)])
+def test_z_loss_and_label_smoothing(z_loss, smoothing):
+    logits, targets, weights = case((3, 5), 11)
+    wanted, gradient = with_terms(logits, targets, weights, z_loss, smoothing)
+
+    def total(x):
+        return cross_entropy(
+            x, jnp.asarray(targets), jnp.asarray(weights), z_loss=z_loss, label_smoothing=smoothing
+        ).total
+
+    got, grads = jax.value_and_grad(total)(jnp.asarray(logits))
+    assert float(got) == pytest.approx(wanted, rel=1e-6)
+    np.testing.assert_allclose(grads, gradient, atol=1e-6)
+
+
+# ---- in chunks ---------------------------------------------------------------------------------------------------
+
+
+def head_case(dtype="float32", length=12, vocabulary=37):
+    draw = np.random.default_rng(1)
+    hidden = draw.normal(size=(3, length, 8)).astype(np.float32)
+    kernel = draw.normal(size=(8, vocabulary)).astype(np.float32)
+    targets = draw.integers(0, vocabulary, (3, length))
+    weights = draw.choice([0.0, 0.5, 1.0], (3, length)).astype(np.float32)
+    return jnp.asarray(hidden, dtype), jnp.asarray(kernel, dtype), jnp.asarray(targets), jnp.asarray(weights)
+
+
+@pytest.mark.parametrize(("z_loss", "smoothing"), [(0.0, 0.0), (1e-2, 0.3)])
+@pytest.mark.parametrize("chunk", [1, 4, 5, 12, 100])  # 5 does not divide 12
+def test_chunks_are_the_whole_in_value_and_gradients(chunk, z_loss, smoothing):
+    hidden, kernel, targets, weights = head_case()
+    x, w = np.float64(hidden), np.float64(kernel)
+    wanted, d_logits = with_terms(x @ w, np.asarray(targets), np.asarray(weights), z_loss, smoothing)
+
+    def total(hidden, kernel):
+        loss = chunked_cross_entropy(
+            hidden, kernel, targets, weights, chunk=chunk, z_loss=z_loss, label_smoothing=smoothing
+        )
+        return loss.total * 2.0, loss
+
+    (_, loss), (d_hidden, d_kernel) = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(hidden, kernel)
+    assert (float(loss.total), float(loss.weight)) == (
+        pytest.approx(wanted, rel=1e-6), pytest.approx(float(np.asarray(weights).sum())),
+    )  # fmt: skip
+    np.testing.assert_allclose(d_hidden, 2 * d_logits @ w.T, atol=2e-5)
+    np.testing.assert_allclose(d_kernel, 2 * np.einsum("bld,blv->dv", x, d_logits), atol=2e-5)
+
+
+def test_chunks_know_the_gradient_of_the_weights():
+    hidden, kernel, targets, weights = head_case()
+    logits = jnp.einsum("bld,dv->blv", hidden, kernel)
+    whole = jax.grad(lambda w: cross_entropy(logits, targets, w).total)(weights)
+    parts = jax.grad(lambda w: chunked_cross_entropy(hidden, kernel, targets, w, chunk=5).total)(weights)
+    np.testing.assert_allclose(parts, whole, rtol=1e-5)
+
+
+def test_chunks_sum_the_gradient_of_a_bfloat16_kernel_in_float32():
+    """1024 chunks of equal gradients: a bfloat16 sum would stop growing at 256 of them."""
+    length = 1024
+    hidden, kernel = jnp.ones((1, length, 1), jnp.bfloat16), jnp.zeros((1, 2), jnp.bfloat16)
+    targets, weights = jnp.zeros((1, length), jnp.int32), jnp.ones((1, length))
+    grads = jax.grad(lambda k: chunked_cross_entropy(hidden, k, targets, weights, chunk=1).total)(kernel)
+    np.testing.assert_allclose(grads.astype(jnp.float32), [[-512.0, 512.0]])
+    assert grads.dtype == jnp.bfloat16
+
+
+def test_chunks_never_hold_all_logits():
+    """Of the shapes in the compiled program, forward and backward, none has all positions times the vocabulary."""
+    hidden, kernel, targets, weights = head_case(length=64, vocabulary=1000)
+
+    def compiled(loss):
+        return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, kernel).compile()
+
+    chunked = compiled(lambda h, k: chunked_cross_entropy(h, k, targets, weights, chunk=8).total)
+    whole = compiled(lambda h, k: cross_entropy(jnp.einsum("bld,dv->blv", h, k), targets, weights).total)
+    big = [shape for shape in ("f32[3,64,1000]", "f32[192,1000]") if shape in chunked.as_text()]
+    assert not big
+    assert any(shape in whole.as_text() for shape in ("f32[3,64,1000]", "f32[192,1000]"))
+    assert chunked.memory_analysis().temp_size_in_bytes < whole.memory_analysis().temp_size_in_bytes / 3
+
+
+def test_a_chunk_is_one_or_more():
+    with pytest.raises(ValueError, match="chunk=0 positions of a row: must be at least 1"):
+        chunked_cross_entropy(*head_case(), chunk=0)
+
+
+# ---- classes -----------------------------------------------------------------------------------------------------
+
+
+def test_classification_counts_what_is_right_and_valid():
+    logits = jnp.float32([[2, 0, 0], [0, 2, 0], [0, 0, 2], [2, 0, 0]])
+    labels, weights = jnp.asarray([0, 2, 2, 1]), jnp.float32([1, 1, 1, 0])
+    loss = classification(logits, labels, weights)
+    wanted, _ = by_hand(np.asarray(logits), np.asarray(labels), np.asarray(weights))
+    assert (float(loss.total), float(loss.weight)) == (pytest.approx(wanted, rel=1e-6), 3.0)
+    assert [float(x) for x in loss.metrics["accuracy"]] == [2.0, 3.0]
+    assert [float(x) for x in classification(logits, labels).metrics["accuracy"]] == [2.0, 4.0]

@@ -154,9 +154,10 @@ def test_a_failed_write_leaves_the_old_picture(tmp_path, monkeypatch):
 
     def fails(source, target):
         assert png_size(source) == (1200, 660)
+        assert target == path
         raise OSError("disk")
 
-    monkeypatch.setattr(plot.os, "replace", fails)
+    monkeypatch.setattr(type(path), "replace", fails)
     with pytest.raises(OSError, match="disk"):
         loss_curve([{"step": 1, "loss": 1.0}], path)
     assert path.read_bytes() == b"old"

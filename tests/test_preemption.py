@@ -47,7 +47,8 @@ def test_PRE_01_a_process_that_is_signalled_finishes_and_saves(number, name):
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, f"{name}\nsaved\n")
-    assert err == f"\n{name}: saving, then stopping (Ctrl-C again: at once, unsaved)\n"
+    more = {"SIGTERM": "Ctrl-C twice", "Ctrl-C": "Ctrl-C again"}[name]
+    assert err == f"\n{name}: saving, then stopping ({more}: at once, without a new save)\n"
 
 
 @pytest.mark.parametrize("stderr", ["no_stderr", "broken_stderr"])
@@ -100,6 +101,17 @@ def test_a_second_ctrl_c_is_an_interrupt(capfd):
             os.kill(os.getpid(), signal.SIGINT)
         assert preemption.requested == "Ctrl-C"
     assert capfd.readouterr().err.count("saving, then stopping") == 1
+
+
+def test_a_supervisor_that_sends_both_signals_costs_no_save(capfd):
+    """SIGTERM and then one Ctrl-C: still a wish; the second Ctrl-C is the order."""
+    with Preemption() as preemption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert preemption.requested == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert "Ctrl-C twice: at once" in capfd.readouterr().err
 
 
 def test_handlers_come_back_also_after_an_exception_and_in_nesting(capfd):

@@ -32,7 +32,7 @@ class Experiment:
             eval=namespace(rows=0),
             sample=namespace(prompt=prompt, tokens=wanted, temperature=0.5),
         )  # fmt: skip
-        self.program = namespace(view=self.view)
+        self.program = namespace(view=self.view, has_ema=False)
         train, held_out = token_stream([b"aab" * 50]), token_stream([b"aab" * 4])
         self.corpus = namespace(train=train, held_out=held_out)
         self.held_out = namespace(source=range(1234))
@@ -85,7 +85,8 @@ def test_a_prompt_counts_in_bytes(monkeypatch):
 
 def test_the_average_is_what_samples(monkeypatch):
     experiment = Experiment(monkeypatch, b"x" * 8)
-    text(experiment, state=State(ema="average"))
+    experiment.program.has_ema = True
+    text(experiment)
     assert experiment.views == [(False, True)]
 
 
@@ -122,7 +123,7 @@ def test_the_end_of_a_run(monkeypatch, tmp_path):
     for name in ("loss.png", "checkpoints", "goodput.json"):
         assert str(tmp_path / "a run" / name) in out
     assert (tmp_path / "a run" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert "a sample of 8 tokens:\n  | abc\n  | dxxxxx\n" in out
+    assert "a sample of up to 8 tokens:\n  | abc\n  | dxxxxx\n" in out
     assert out.rstrip().splitlines()[-1] == f"next: jaxtrain sample --workdir='{tmp_path / 'a run'}' --prompt='class '"
 
 

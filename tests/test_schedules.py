@@ -37,6 +37,28 @@ def test_constant_after_its_warmup():
     np.testing.assert_allclose(values(schedule, (0, 1, 2, 3, 9, 99)), [0, 0.1, 0.2, 0.3, 0.3, 0.3], rtol=1e-6)
 
 
+def test_warmup_stable_decay():
+    schedule = schedules.build("warmup_stable_decay", peak=1.0, end=0.2, warmup_steps=2, decay_steps=4, steps=10)
+    wanted = [0, 0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2]
+    np.testing.assert_allclose(values(schedule, range(12)), wanted, rtol=1e-6)
+    a_fifth = schedules.build("warmup_stable_decay", peak=1.0, steps=10)
+    np.testing.assert_allclose(values(a_fifth, (0, 8, 9, 10)), [1, 1, 0.5, 0], rtol=1e-6)
+
+
+def test_inverse_sqrt_has_no_horizon():
+    schedule = schedules.build("inverse_sqrt", peak=0.1, warmup_steps=4, steps=10)
+    wanted = [0, 0.025, 0.05, 0.075, 0.1, 0.1 * (4 / 5) ** 0.5, 0.05, 0.01]
+    np.testing.assert_allclose(values(schedule, (0, 1, 2, 3, 4, 5, 16, 400)), wanted, rtol=1e-6)
+    at_once = schedules.build("inverse_sqrt", peak=0.1, steps=10)
+    np.testing.assert_allclose(values(at_once, (0, 1, 4, 100)), [0.1, 0.1, 0.05, 0.01], rtol=1e-6)
+
+
+@pytest.mark.parametrize("decay_steps", [9, 100])
+def test_a_decay_that_does_not_fit(decay_steps):
+    with pytest.raises(ValueError, match=rf"a decay of {decay_steps} steps does not fit behind a warm-up of 2 steps"):
+        schedules.build("warmup_stable_decay", peak=1.0, steps=10, warmup_steps=2, decay_steps=decay_steps)
+
+
 @pytest.mark.parametrize(("name", "at_5"), [("constant", 1.0), ("linear", 0.5), ("warmup_cosine", 0.5)])
 def test_without_a_warmup_it_starts_at_the_peak(name, at_5):
     schedule = schedules.build(name, peak=1.0, steps=10)

@@ -435,12 +435,31 @@ def test_an_infinite_sum_of_finite_gradients_poisons_one_window_only(policy):
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_window_without_any_weight_is_skipped(k):
     precision = Precision("float16", loss_scale=LossScale(8.0, growth_interval=2))
-    program = linear_program({"w": 1.0}, optax.adam(0.1), k=k, ema=0.5, precision=precision)
+    program = linear_program(
+        {"w": 1.0}, optax.adam(0.1), k=k, ema=0.5, precision=precision, loss=counting,
+        model_state={"n": jnp.float32(0)}, nonfinite=Skip(max_consecutive=0),
+    )  # fmt: skip
     state, _, _ = run(program, [rows(1.0)] * k)
     before = bits(program.checkpoint_view(state)._replace(counters=()))
     state, records, _ = run(program, [rows(1.0, mask=[0.0])] * k, state)
     assert bits(program.checkpoint_view(state)._replace(counters=())) == before
     assert (records[-1]["skipped_steps"], records[-1]["weight"], records[-1]["tokens"]) == (1, 0.0, k)
+    with pytest.raises(FloatingPointError, match=r"window 2: every weight was zero"):
+        program.check(records[-1])
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_norm_that_overflows_is_a_skip_with_its_own_name(k):
+    """Finite gradients of 1e25 have an infinite norm in float32: nothing moves."""
+    program = linear_program(
+        {"w": [0.0, 0.0]}, optax.sgd(1.0), k=k, loss=counting, model_state={"n": jnp.float32(0)},
+        nonfinite=Skip(max_consecutive=0),
+    )  # fmt: skip
+    state, records, trace = run(program, [rows([1e25, 1e25])] * k)
+    assert (trace[-1], float(state.model_state["n"])) == ([0.0, 0.0], 0.0)
+    assert (records[-1]["skipped_steps"], records[-1]["bad_leaf"]) == (1, -1)
+    with pytest.raises(FloatingPointError, match=r"the gradients are finite and their global norm is inf"):
+        program.check(records[-1])
 
 
 def test_padding_micro_batches_change_no_mean():
@@ -593,6 +612,32 @@ def test_batches_from_numpy_and_from_the_device_are_one_trace():
     _, _, trace = run(program, [batch, placed, doubles, jax.tree.map(jnp.asarray, batch)])
     assert trace == [-1.0, -2.0, -3.0, -4.0]
     assert program.traces["step"] == 1
+
+
+def test_JAX_01_a_second_compilation_says_which_leaf_changed():
+    program = linear_program({"w": 0.0}, optax.sgd(1.0))
+    state, _, _ = run(program, [rows(1.0)])
+    with pytest.warns(
+        RuntimeWarning, match=r"step is compiled a second time.*\n  c/w: expected float32\[1\], got float32\[2\]"
+    ):
+        program.step(state, rows(1.0, 2.0))
+
+
+def test_CKPT_12_tied_leaves_are_not_donated_twice():
+    """The same array under two names, given, resumed and trained: each name has a buffer of its own."""
+    program = linear_program({"tied": 0.0, "w": 0.0}, optax.sgd(-1.0))
+    shared = jnp.float32(0)
+    state = program.init({"w": shared, "tied": shared})
+    batch = rows({"tied": 1.0, "w": 1.0})
+    for _ in range(2):
+        state, _ = program.step(state, batch)
+    snapshot = host(program.checkpoint_view(state))
+    both = jnp.asarray(snapshot.params["w"])
+    state = program.resume(snapshot._replace(params={"w": both, "tied": both}))
+    for _ in range(3):
+        state, _ = program.step(state, batch)
+    assert host(state.params) == {"tied": 5.0, "w": 5.0}
+    assert (float(shared), float(snapshot.params["w"])) == (0.0, 2.0)
 
 
 def test_batch_struct_is_what_the_step_sees():

@@ -239,7 +239,10 @@ def _matches(pattern: str, suffixes: tuple[str, ...]) -> tuple[str, list[str]]:
 
 
 def _walk(root: str, suffixes: tuple[str, ...], skipped: set[str], skipped_prefixes: tuple[str, ...]) -> Iterator[str]:
-    for directory, directories, files in os.walk(root):
+    def unreadable(error: OSError) -> None:
+        raise ValueError(f"data.paths: directory {error.filename} cannot be read ({error.strerror}).") from error
+
+    for directory, directories, files in os.walk(root, onerror=unreadable):
         directories[:] = [d for d in directories if d not in skipped and not d.startswith(skipped_prefixes)]
         for file in files:
             path = os.path.join(directory, file)

@@ -326,6 +326,11 @@ class Transformer(nnx.Module):
         """Logits (B, L, V), float32, of the token after each one. Arguments as for `hidden`."""
         return self.logits(self.hidden(tokens_BL, positions_BL, segment_ids_BL, key=key))
 
+    @property
+    def head_kernel(self) -> jax.Array:
+        """(D, V) in the compute dtype: ``logits(hidden)`` is ``hidden @ head_kernel``."""
+        return self.embedding.embedding[...].T if self.config.tied_embeddings else self.head.kernel[...]
+
     def logits(self, hidden_BLD) -> jax.Array:
         """(B, L, V) from the outputs of `hidden`, accumulated and returned in float32 whatever the compute dtype."""
         if self.config.tied_embeddings:

@@ -196,8 +196,11 @@ def main() -> None:
         print(f"  over {rival}: {spread(ratio)}  goal >= {goal}")
 
     with tempfile.TemporaryDirectory() as cache:
-        colds = [first_step(os.path.join(cache, str(i))) for i in range(3)]
-        warms = [first_step(os.path.join(cache, "0")) for _ in range(3)]
+        both = [
+            (first_step(os.path.join(cache, str(i))), first_step(os.path.join(cache, str(i))))
+            for i in range(arguments.pairs)
+        ]
+    colds, warms = zip(*both, strict=True)
     print(
         f"process start to first step, s: cold {spread(colds)}  goal <= 10\n  with a compilation cache {spread(warms)}"
     )
