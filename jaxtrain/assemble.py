@@ -68,9 +68,10 @@ class Experiment:
         parameters = sum(x.size for x in jax.tree.leaves(self.program.abstract_state.params))
         rows, k, length = c.data.micro_batch_size, c.accumulation.k, c.data.sequence_length
         axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+        micro_batches = "1 micro-batch" if k == 1 else f"{k} micro-batches"
         return [
             f"model    {c.model.name}, {parameters:,} parameters, {c.precision.compute} compute",
-            f"batch    {rows} rows x {length} tokens x {k} micro-batches = {rows * length * k:,} tokens a step",
+            f"batch    {rows} rows x {length} tokens x {micro_batches} = {rows * length * k:,} tokens a step",
             f"optim    {optim.report(c.optim.name, self.program.abstract_state.params, c.optim.weight_decay)}",
             f"mesh     {axes} ({mesh.size} x {mesh.devices.flat[0].device_kind})",
             f"text     {self.corpus}",

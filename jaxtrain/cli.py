@@ -8,6 +8,7 @@ at once by Ctrl-C.
 import argparse
 import contextlib
 import difflib
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -39,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, arguments = _parser(), None
     try:
         overrides, rest = _split(argv)
-        arguments = parser.parse_args(rest)
+        arguments, unknown = parser.parse_known_args(rest)
+        if unknown:
+            raise ConfigError(_unknown(unknown[0], rest[0]))
         arguments.line = shlex.join([_command(), *argv])
         return arguments.run(arguments, overrides)
     except ConfigError as error:
@@ -91,6 +94,7 @@ def _command() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxtrain", description="Train language models, and look at what came of it.")
+    parser.add_argument("--version", action="version", version=f"jaxtrain {importlib.metadata.version('jaxtrain')}")
     commands = parser.add_subparsers(required=True, metavar="train|eval|sample|config|version")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -113,11 +117,18 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--temperature", type=float, help="0: always the likeliest")
     sample.add_argument("--seed", type=int, default=0, help="another seed draws another text")
     show = command("config", _show, "Print a config with all overrides applied: jaxtrain config show --config=FILE")
-    show.add_argument("action", choices=["show"])
+    show.add_argument("action", nargs="?", default="show", choices=["show"])
     show.add_argument("--config", metavar="FILE[:ARG]", help="without it: the defaults")
     show.add_argument("--json", action="store_true", help="as JSON")
     command("version", _version, "Print the versions that results depend on.")
     return parser
+
+
+def _unknown(word: str, command: str) -> str:
+    name = word.lstrip("-").partition("=")[0]
+    near = [key for key in config_lib.KEYS if key == name or key.endswith("." + name)]
+    hint = f"a config key is given as --config.{near[0]}=VALUE" if near else f"see: jaxtrain {command} --help"
+    return f"unknown option {word}; {hint}."
 
 
 def _split(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -238,6 +249,13 @@ def _sample(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
     prompt = c.prompt if arguments.prompt is None else arguments.prompt
     tokens = c.tokens if arguments.tokens is None else arguments.tokens
     temperature = c.temperature if arguments.temperature is None else arguments.temperature
+    if tokens < 1:
+        raise ConfigError(f"--tokens={tokens}: give 1 or more.")
+    room = report.room(experiment, prompt)
+    if 0 < room < tokens:
+        length = experiment.config.model.max_length
+        note = f"jaxtrain: {tokens} tokens do not fit: model.max_length={length} leaves {room} behind this prompt."
+        print(note, file=sys.stderr)
     try:
         say(report.sample_text(experiment, restored.state, prompt, tokens, temperature, arguments.seed))
     except ValueError as error:
@@ -305,7 +323,7 @@ def _show(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
         say(json.dumps(config.to_dict(), indent=2))
         return DONE
     values = config_lib.flat(config)
-    rows = [(name, str(values[name]), "*" if key.free else " ", key.help) for name, key in config_lib.KEYS.items()]
+    rows = [(name, repr(values[name]), "*" if key.free else " ", key.help) for name, key in config_lib.KEYS.items()]
     widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
     for name, value, free, text in rows:
         say(f"{name:<{widths[0]}}  {value:<{widths[1]}} {free} {text}")

@@ -121,7 +121,7 @@ class Progress:
     def _plain(self, record: Record) -> str:
         parts = [f"step {self._step}/{self._total}"]
         for name, show in _PLAIN.items():
-            if name in record:
+            if name in record and (name != "mfu" or record[name] is not None):  # most chips at hand have none
                 parts.append(show(record[name]))
         if skipped := record.get("skipped_steps"):
             parts.append(f"skipped {skipped}")

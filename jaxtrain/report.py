@@ -50,7 +50,7 @@ def finish(
     say(f"\nloss curve   {picture}\ncheckpoints  {workdir / 'checkpoints'}\ngoodput      {workdir / 'goodput.json'}")
     c = config.sample
     if c.tokens:
-        tokens = min(c.tokens, _room(experiment, c.prompt))
+        tokens = min(c.tokens, room(experiment, c.prompt))
         shown = sample_text(experiment, outcome.state, c.prompt, c.tokens, c.temperature, config.seed)
         say(f"\na sample of up to {tokens} tokens:\n" + "\n".join("  | " + line for line in shown.split("\n")))
     say(f"\nnext: {command} sample --workdir={shlex.quote(str(workdir))} --prompt='class '")
@@ -70,7 +70,7 @@ def sample_text(
     module = experiment.module(view.params, view.model_state)
     ids = [text.DOCUMENT_START, *prompt.encode()]
     key = rng.key(seed, "sample")
-    fitting = min(tokens, max(_room(experiment, prompt), 1))
+    fitting = min(tokens, max(room(experiment, prompt), 1))
     new = sample(module, ids, max_new_tokens=fitting, key=key, temperature=temperature)
     made = jax.device_get(new)[len(ids) :].tolist()
     end = next((i for i, token in enumerate(made) if token >= text.DOCUMENT_START), len(made))
@@ -86,5 +86,6 @@ def _disturbs(character: str) -> bool:
     return kind in ("Cc", "Zl", "Zp") or unicodedata.bidirectional(character) in embeddings_and_isolates
 
 
-def _room(experiment: Experiment, prompt: str) -> int:
+def room(experiment: Experiment, prompt: str) -> int:
+    """How many tokens fit behind a prompt."""
     return experiment.config.model.max_length - 1 - len(prompt.encode())

@@ -216,7 +216,7 @@ def test_bad_texts(refused, config_file, tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["trian"], ["train"], ["train", "--config=x.py"], ["eval"], ["config"], ["eval", "--step=x"]]
+    "argv", [[], ["trian"], ["train"], ["train", "--config=x.py"], ["eval"], ["config", "sow"], ["eval", "--step=x"]]
 )
 def test_a_line_that_is_no_command(run, argv):
     code, out, err = run(*argv)
@@ -453,7 +453,7 @@ def test_train_tells_what_it_will_run(finished, config_file):
     out = finished[1]
     parameters = 2 * 320 * 16 + 4 * 16 * 16 + 3 * 16 * 32 + 3 * 16
     assert f"{parameters:,} parameters, float32 compute" in out
-    assert f"{ROWS} rows x {LENGTH} tokens x 1 micro-batches = {ROWS * LENGTH} tokens a step" in out
+    assert f"{ROWS} rows x {LENGTH} tokens x 1 micro-batch = {ROWS * LENGTH} tokens a step" in out
     assert "one device (1 x cpu)" in out
     assert re.search(r"training \d documents, .* held out \d documents", out)
 
@@ -540,6 +540,41 @@ def test_config_show(run, config_file, finished):
     assert table["model.d_model"][:2] == ["16", "width"]
     assert set(table) == {*config.KEYS, "*"}
     assert json.loads(run("config", "show", "--json")[1])["steps"] == config.KEYS["steps"].default
+
+
+def test_config_alone_shows(run):
+    assert run("config") == run("config", "show")
+    assert re.search(r"^sample\.prompt +'def ' ", run("config")[1], re.M)  # a trailing space is seen
+
+
+def test_version_either_way(run):
+    assert run("--version")[1].split()[1] == importlib.metadata.version("jaxtrain")
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"), [("--steps=10", "steps"), ("--optim.b1", "optim.b1"), ("--b1=0.9", "optim.b1")]
+)
+def test_a_key_without_its_prefix(refused, config_file, tmp_path, word, hint):
+    train = ["train", f"--config={config_file}", f"--workdir={tmp_path / 'run'}"]
+    refused(rf"unknown option {word}; a config key is given as --config\.{hint}=", *train, word)
+
+
+def test_an_unknown_option(refused, copy):
+    refused(r"unknown option --speed=1; see: jaxtrain eval --help", "eval", f"--workdir={copy}", "--speed=1")
+
+
+def test_a_sample_that_does_not_fit_says_so(run, copy):
+    code, out, err = run("sample", f"--workdir={copy}", "--prompt=ab", "--tokens=500")
+    assert code == 0
+    assert (
+        err == f"jaxtrain: 500 tokens do not fit: model.max_length={LENGTH} leaves {LENGTH - 3} behind this prompt.\n"
+    )
+    assert out.startswith("ab")
+
+
+@pytest.mark.parametrize("tokens", [0, -1])
+def test_a_sample_of_nothing(refused, copy, tokens):
+    refused(rf"--tokens={tokens}: give 1 or more", "sample", f"--workdir={copy}", f"--tokens={tokens}")
 
 
 def test_config_show_suggests(refused, config_file):

@@ -67,8 +67,8 @@ def test_a_pipe_gets_one_plain_line_per_record():
         clock.now_s = 2.0
         p.update(RECORD | {"step": 130, "loss": float("nan"), "mfu": 0.4123, "skipped_steps": 2})
     assert out.getvalue().splitlines() == [
-        "step 110/1000  loss 2.3412  lr 3.0e-04  grad 0.81  12,345 tok/s  mfu -  eta -",
-        "step 120/1000  loss 2.3412  lr 3.0e-04  grad 0.81  12,345 tok/s  mfu -  eta 1m28s",
+        "step 110/1000  loss 2.3412  lr 3.0e-04  grad 0.81  12,345 tok/s  eta -",
+        "step 120/1000  loss 2.3412  lr 3.0e-04  grad 0.81  12,345 tok/s  eta 1m28s",
         "step 130/1000  loss nan  lr 3.0e-04  grad 0.81  12,345 tok/s  mfu 41.2%  skipped 2  eta 1m27s",
     ]
 
