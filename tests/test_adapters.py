@@ -1,11 +1,15 @@
 """Plain functions and NNX modules as programs, against optax alone and NumPy."""
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
+from jax.sharding import PartitionSpec as P
 from test_step_cases import close
 
 from jaxtrain import adapters, rng, sharding
@@ -224,3 +228,144 @@ def test_nnx_module_without_other_state():
     state, _ = ours.step(ours.init(), BATCH)
     for module in (adapters.nnx_module(make, state.params), adapters.nnx_module(make, state.params, state.model_state)):
         np.testing.assert_array_equal(module.kernel[...], state.params["kernel"])
+
+
+# ---- Flax Linen --------------------------------------------------------------------------------------------------
+
+
+class LinenNet(linen.Module):
+    @linen.compact
+    def __call__(self, x, train):
+        x = linen.BatchNorm(use_running_average=not train, momentum=0.9)(linen.Dense(3)(x))
+        x = linen.Dropout(0.5, deterministic=not train)(x)
+        return linen.Dense(1)(x)[:, 0]
+
+
+def linen_loss(apply, batch, key):
+    error = apply(batch["x"], train=key is not None) - batch["y"]
+    return Loss(jnp.sum(error**2), jnp.float32(error.size))
+
+
+@pytest.fixture
+def linen_rules():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # flax's own layers need them
+        yield
+
+
+def test_linen_is_value_and_grad_and_optax(linen_rules):
+    """Five steps of Linen by hand, with dropout drawn from the adapter's keys and the statistics carried along."""
+    module, opt = LinenNet(), optax.sgd(0.05)  # adam would blow up the noise of a gradient that is zero
+    ours = program(adapters.from_linen(module, linen_loss, X, train=False), opt)
+    state = ours.init()
+    params, batch_stats = jax.device_get((state.params, state.model_state["batch_stats"]))
+    variables = module.init(rng.key(0, "params"), X, train=False)
+    jax.tree.map(np.testing.assert_array_equal, params, variables["params"])
+    moments, losses, seen = opt.init(params), [], []
+    for i in range(5):
+        key = jax.random.fold_in(jax.random.fold_in(rng.key(0, "dropout", i), 0), 0)
+
+        def mean(params, batch_stats=batch_stats, key=key):
+            out, moved = module.apply(
+                {"params": params, "batch_stats": batch_stats}, X, train=True, rngs={"dropout": key},
+                mutable=["batch_stats"],
+            )  # fmt: skip
+            return jnp.mean((out - BATCH["y"]) ** 2), moved["batch_stats"]
+
+        (loss, batch_stats), grads = jax.value_and_grad(mean, has_aux=True)(params)
+        updates, moments = opt.update(grads, moments)
+        params = optax.apply_updates(params, updates)
+        losses.append(float(loss))
+        state, metrics = ours.step(state, BATCH)
+        seen.append(float(metrics["loss"]))
+    np.testing.assert_allclose(seen, losses, rtol=2e-5)
+    for got, wanted in ((state.params, params), (state.model_state["batch_stats"], batch_stats)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, wanted)
+    total, weight = ours.evaluate(ours.view(state), BATCH)["loss"]
+    out = module.apply({"params": params, "batch_stats": batch_stats}, X, train=False)
+    assert float(total / weight) == pytest.approx(float(np.mean((out - BATCH["y"]) ** 2)), rel=1e-4)
+
+
+def test_linen_draws_anew_for_every_call(linen_rules):
+    drawn = []
+
+    class Noise(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            scale = self.param("scale", linen.initializers.ones, ())
+            return scale * jax.random.normal(self.make_rng("noise"), x.shape)
+
+    def loss(apply, batch, key):
+        drawn.extend(jnp.sum(apply(batch["x"])) for _ in range(2))
+        return Loss(drawn[-1] - drawn[-2], jnp.float32(8))
+
+    pair = adapters.from_linen(Noise(), loss, X, streams=("noise",))
+    ours = program(pair)
+    state, metrics = ours.step(ours.init(), BATCH)
+    assert float(metrics["loss"]) != 0
+    assert state.model_state == ()
+
+
+def test_linen_wrong_return(linen_rules):
+    ours = program(adapters.from_linen(LinenNet(), lambda apply, batch, key: jnp.float32(0), X, train=False))
+    with pytest.raises(TypeError, match=r"from_linen: loss returned .*return jaxtrain\.step\.Loss"):
+        ours.step(ours.init(), BATCH)
+
+
+# ---- pytrees -----------------------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Tree:
+    """Arrays, a function, a number and an integer array, all leaves, as in an Equinox module."""
+
+    layers: list
+    activation: Callable
+    power: int
+    table: jax.Array
+
+    def __call__(self, x):
+        for w in self.layers:
+            x = self.activation(x @ w)
+        return x[:, 0] ** self.power
+
+
+def make_tree(key):
+    keys = jax.random.split(key)
+    return Tree([jax.random.normal(keys[0], (4, 3)), jax.random.normal(keys[1], (3, 1))], jnp.tanh, 2, jnp.arange(5))
+
+
+def tree_loss(tree, batch, key):
+    assert (tree.power, tree.activation) == (2, jnp.tanh)
+    error = tree(batch["x"]) - batch["y"]
+    return Loss(jnp.sum(error**2), jnp.float32(error.size))
+
+
+def test_pytree_is_value_and_grad_and_optax():
+    ours = program(adapters.from_pytree(make_tree, tree_loss), optax.sgd(0.1))
+    state = ours.init()
+    assert sorted(state.params) == ["layers/0", "layers/1"]
+    np.testing.assert_array_equal(state.model_state["table"], np.arange(5))
+    tree = make_tree(rng.key(0, "params"))
+    layers = tree.layers
+    for _ in range(3):
+        mean = lambda layers: jnp.mean((dataclasses.replace(tree, layers=layers)(X) - BATCH["y"]) ** 2)  # noqa: E731
+        layers = jax.tree.map(lambda w, g: w - 0.1 * g, layers, jax.grad(mean)(layers))
+        state, _ = ours.step(state, BATCH)
+    for i, w in enumerate(layers):
+        np.testing.assert_allclose(state.params[f"layers/{i}"], w, atol=1e-6)
+    model = adapters.pytree_model(make_tree, state.params, state.model_state)
+    assert isinstance(model, Tree)
+    np.testing.assert_allclose(model(X), dataclasses.replace(tree, layers=layers)(X), atol=1e-5)
+
+
+def test_pytree_is_sharded_by_its_paths():
+    pair = adapters.from_pytree(make_tree, tree_loss)
+    with pytest.raises(ValueError, match=r"layers/0: dim 3 of \(4, 3\) is not divisible by mesh axis 'fsdp'=8"):
+        build_train_step(*pair, optax.sgd(0.1), mesh=sharding.make_mesh(fsdp=8), rules=[("layers/0", P(None, "fsdp"))])
+
+
+def test_pytree_wrong_return():
+    ours = program(adapters.from_pytree(make_tree, lambda tree, batch, key: jnp.float32(0)))
+    with pytest.raises(TypeError, match=r"from_pytree: loss returned"):
+        ours.step(ours.init(), BATCH)
