@@ -31,7 +31,7 @@ def test_the_two_commands_stand_first_and_ci_runs_the_second():
 
 
 def test_every_file_and_page_it_names_is_there():
-    for name in re.findall(r"\]\(([\w./]+)\)", README):
+    for name in re.findall(r"\]\(([\w./-]+)\)", README):
         assert (ROOT / name).exists(), name
     for names in re.findall(r"^\| (`.*?) \|", README, re.M):
         folder = ""
