@@ -249,3 +249,45 @@ def test_nothing_is_pending_where_a_call_is_a_window():
     program = scan_program({"w": 0.0}, Scan(2))
     state, _ = program.step(program.init(), stacked([rows(1.0)]))
     assert program.drop(state) == (state, 0)
+
+
+# ---- more cases --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "adafactor", "lion"])
+def test_ACC_09_a_long_window_of_bfloat16_gradients_is_summed_in_float32(name):
+    """1024 gradients of 1: the mean is exactly 1, where a bfloat16 sum sticks at 256 and gives 0.25."""
+
+    def loss(params, model_state, batch, key):
+        assert params["w"].dtype == jnp.bfloat16
+        return Loss(jnp.sum(params["w"] * batch["c"]).astype(jnp.float32), jnp.float32(1))
+
+    program = build_train_step(
+        loss, lambda key: Variables({"w": jnp.float32(0)}), optim.build(name, 1.0), mesh=sharding.make_mesh(),
+        accumulation=MultiSteps(1024), precision=Precision("bfloat16"),
+    )  # fmt: skip
+    state, batch = program.init(), {"c": jnp.ones(1, jnp.bfloat16)}
+    assert state.opt_state.acc_grads["grads"]["w"].dtype == jnp.float32
+    for _ in range(1024):
+        state, metrics = program.step(state, batch)
+    assert (float(metrics["grad_norm"]), int(metrics["step"]), program.traces["step"]) == (1.0, 1, 1)
+
+
+def test_SCH_02_a_resume_goes_on_where_the_schedule_was():
+    """Rates of updates 5, 6 and 7, from the parameter's moves with gradient 1, and as told; to the bits of one run."""
+    rate = optax.linear_schedule(0.1, 0.0, 10)
+
+    def program():
+        return linear_program({"w": 0.0}, optax.sgd(rate), k=2, report={"learning_rate": rate})
+
+    whole, _, _ = run(program(), [rows(1.0)] * 16)
+    first = program()
+    state, _, _ = run(first, [rows(1.0)] * 10)
+    second = program()
+    state, records, trace = run(second, [rows(1.0)] * 6, second.resume(host(first.checkpoint_view(state))))
+    ends = [host(first.checkpoint_view(first.resume(host(first.checkpoint_view(whole))))).params["w"], trace[-1]]
+    assert ends[0] == ends[1]
+    before = trace[0]  # after the first micro-batch of a window nothing has moved yet
+    moves = -np.diff([before, *trace[1::2]])
+    close(moves, [0.05, 0.04, 0.03])
+    close([record["learning_rate"] for record in records[1::2]], [0.05, 0.04, 0.03])

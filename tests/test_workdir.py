@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from jaxtrain import config, workdir
+from jaxtrain import config, schedules, workdir
 from jaxtrain.config import ConfigError
 from jaxtrain.workdir import Workdir, read_config
 
@@ -252,3 +252,19 @@ def test_the_config_is_readable_by_others(held):
     mask = os.umask(0)
     os.umask(mask)
     assert stat.S_IMODE((held.path / "config.json").stat().st_mode) == 0o666 & ~mask
+
+
+# ---- another horizon ---------------------------------------------------------------------------------------------
+
+
+def test_SCH_03_a_changed_horizon_is_drift_and_a_longer_run_is_not(held):
+    first = resolved(steps=100, optim__schedule_steps=100, optim__schedule="linear", optim__end_learning_rate=1e-5)
+    held.keep(first)
+    stretched = resolved(steps=200, optim__schedule_steps=200, optim__schedule="linear", optim__end_learning_rate=1e-5)
+    with pytest.raises(ConfigError, match=r"optim\.schedule_steps: 100 -> 200"):
+        held.keep(stretched)
+    longer = resolved(steps=200, optim__schedule_steps=100, optim__schedule="linear", optim__end_learning_rate=1e-5)
+    held.keep(longer)
+    rates = [schedules.build("linear", peak=1e-3, steps=c.optim.schedule_steps, end=1e-5) for c in (first, longer)]
+    assert [float(rates[0](n)) for n in (50, 150)] == [float(rates[1](n)) for n in (50, 150)]
+    assert float(rates[1](150)) == pytest.approx(1e-5)
