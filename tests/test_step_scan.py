@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from collectives_text import collectives
 from test_step import (
     B,
     D,
@@ -215,26 +216,6 @@ def test_evaluation_takes_rows_whatever_the_mechanism():
 # ---- once across the replicas ------------------------------------------------------------------------------------
 
 
-def collectives(text: str) -> dict[str, list[str]]:
-    """``{"loop": lines, "once": lines}`` of an HLO text: collectives reachable from a while loop's body, and others."""
-    computations: dict[str, list[str]] = {}
-    name = ""
-    for line in text.splitlines():
-        if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
-            name = header[1]
-        computations.setdefault(name, []).append(line)
-    todo, inside = re.findall(r"body=%?([\w.\-]+)", text), set()
-    while todo:
-        if (name := todo.pop()) not in inside:
-            inside.add(name)
-            todo += re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)", "\n".join(computations[name]))
-    found: dict[str, list[str]] = {"loop": [], "once": []}
-    for name, lines in computations.items():
-        kind = r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
-        found["loop" if name in inside else "once"] += [line for line in lines if re.search(kind, line)]
-    return found
-
-
 @pytest.mark.parametrize(("defer", "policy"), [(False, "window"), (True, "window"), (True, "micro")])
 def test_defer_crosses_the_replicas_once_a_window(defer, policy):
     """On a mesh of replicas only: with ``defer`` the loop holds no gradient on its way, and what leaves is float32."""
@@ -245,7 +226,7 @@ def test_defer_crosses_the_replicas_once_a_window(defer, policy):
     window = stacked(split(squares_case()[1], 4))
     found = collectives(program.lower(program.batch_struct(window)).compile().as_text())
     gradient = rf"\w+\[({D},{H}|{H},{D})\]"
-    in_loop, once = ([line for line in found[where] if re.search(gradient, line)] for where in ("loop", "once"))
+    in_loop, once = ([c.line for c in found[where] if re.search(gradient, c.line)] for where in ("loop", "once"))
     assert (len(in_loop), len(once)) == ((0, 1) if defer else (1, 0))
     if defer:
         assert re.search(gradient, once[0])[0].startswith("f32[")
