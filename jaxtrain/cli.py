@@ -27,6 +27,7 @@ from ml_collections import ConfigDict
 
 from jaxtrain import config as config_lib
 from jaxtrain.config import ConfigError
+from jaxtrain.preemption import Preemption
 from jaxtrain.progress import say
 from jaxtrain.workdir import Workdir, read_config
 
@@ -66,8 +67,9 @@ class _Terminated(BaseException):
 
 
 @contextlib.contextmanager
-def _terminable() -> Iterator[None]:
+def _terminable(preemption: Preemption) -> Iterator[None]:
     def terminate(number: int, frame: Any) -> None:
+        preemption.request("SIGTERM")  # Python drops what is raised in a destructor or a callback of the collector
         raise _Terminated
 
     if threading.current_thread() is not threading.main_thread():  # Python allows no handlers there
@@ -190,27 +192,28 @@ def load_config(spec: str | None, overrides: dict[str, str]) -> ConfigDict:
     return config_lib.resolve(config_lib.override(config, overrides))
 
 
-@_terminable()
 def _train(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
-    config = load_config(arguments.config, overrides)
-    _set_up_jax(config)
-    experiment = _assembled(config)  # before the workdir is made: a refused command leaves nothing behind
-    workdir = Workdir(arguments.workdir)
-    try:
-        workdir.check(config)
-        return _train_in(workdir, experiment, arguments.line)
-    finally:
-        workdir.close()
+    preemption = Preemption()
+    with _terminable(preemption):
+        config = load_config(arguments.config, overrides)
+        _set_up_jax(config)
+        experiment = _assembled(config)  # before the workdir is made: a refused command leaves nothing behind
+        workdir = Workdir(arguments.workdir)
+        try:
+            workdir.check(config)
+            return _train_in(workdir, experiment, arguments.line, preemption)
+        finally:
+            workdir.close()
 
 
-def _train_in(workdir: Workdir, experiment: Any, line: str) -> int:
+def _train_in(workdir: Workdir, experiment: Any, line: str, preemption: Preemption) -> int:
     from jaxtrain import loop, report  # heavy: only commands that compute load jax
     from jaxtrain.checkpoint.store import MismatchError  # heavy: only commands that compute load jax
 
     for text in experiment.describe():
         say(text)
     try:
-        outcome = loop.train(experiment, workdir)
+        outcome = loop.train(experiment, workdir, preemption=preemption)
     except MismatchError as error:
         raise ConfigError(str(error)) from error
     if not outcome.finished:

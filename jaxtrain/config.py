@@ -70,9 +70,9 @@ KEYS: dict[str, Key] = {
     "accumulation.mechanism": Key(
         "multisteps", "how a window's gradients are summed", choices=("multisteps", "scan", "scan_deferred"), free=True
     ),
-    "accumulation.k": Key(1, "micro-batches a window", low=1),
+    "accumulation.k": Key(1, "micro-batches a window", low=1, high=2**20),
     "optim.name": Key("adamw", "optimizer", choices=("adamw", "sgd", "lion", "adafactor", "muon")),
-    "optim.learning_rate": Key(1e-3, "the schedule's peak", low=0.0),
+    "optim.learning_rate": Key(1e-3, "the schedule's peak", low=0.0, high=1e6),
     "optim.schedule": Key(
         "warmup_cosine",
         "its shape, in steps",
@@ -88,13 +88,13 @@ KEYS: dict[str, Key] = {
     "optim.b2": Key(0.95, "adamw, lion, muon: decay of the second moment", low=0.0, high=1 - 1e-6),
     "optim.eps": Key(1e-8, "adamw, muon: added to the root of the second moment", low=1e-38),
     "optim.weight_decay": Key(0.0, "decoupled, times the rate; not on biases and norm scales; not with sgd", low=0.0),
-    "optim.momentum": Key(0.0, "sgd; muon: 0 means 0.95", low=0.0, high=1.0),
+    "optim.momentum": Key(0.0, "sgd; muon: 0 means 0.95", low=0.0, high=1 - 1e-6),
     "optim.clip_norm": Key(1.0, "bound of the global gradient norm; 0: none", low=0.0),
     "optim.ema": Key(
         0.0, "decay, in steps, of a parameter average that is evaluated and sampled; 0: none", low=0.0, high=1 - 1e-6
     ),
     "loss.chunk": Key(0, "positions of a row whose logits stand at a time; 0: all", low=0, free=True),
-    "loss.z": Key(0.0, "factor of log(Z)^2, in training", low=0.0),
+    "loss.z": Key(0.0, "factor of log(Z)^2, in training", low=0.0, high=1.0),
     "loss.label_smoothing": Key(0.0, "share of a target spread over the vocabulary, in training", low=0.0, high=0.99),
     "precision.compute": Key(
         "bfloat16", "compute dtype; masters are float32", choices=("bfloat16", "float32", "float16")

@@ -33,7 +33,7 @@ def evaluate(
             totals[name] = (was[0] + float(total), was[1] + float(weight))
 
     last = None
-    with DevicePrefetch(batches, lambda batch: to_devices(batch, program.batch_sharding)) as feed:
+    with DevicePrefetch(batches, lambda batch: to_devices(batch, program.row_sharding)) as feed:
         for batch, _ in feed:
             if stop():
                 return None

@@ -47,12 +47,14 @@ def train(
     *,
     callbacks: Sequence[metrics.Callback] = (),
     stream: TextIO | None = None,
+    preemption: Preemption | None = None,
 ) -> Outcome:
     """Train until ``config.steps`` windows are done, from the workdir's newest verified checkpoint if there is one.
 
     Args:
         callbacks: told of logs, evaluations, saves and the end, beside ``metrics.jsonl`` and TensorBoard.
         stream: where progress goes; stdout by default.
+        preemption: who else may ask the run to save and stop, before or during it; not entered yet.
 
     Raises:
         NonFiniteError: too many windows in a row were skipped. CheckpointError: a save failed.
@@ -61,7 +63,7 @@ def train(
     config, program = experiment.config, experiment.program
     workdir.check(config)
     with contextlib.ExitStack() as stack:
-        preemption = Preemption()
+        preemption = preemption or Preemption()
         stack.push(preemption)  # left last; entered when there is something to save
         checkpoints = Checkpoints(workdir.path / "checkpoints", keep_last=config.checkpoint.keep_last)
         stack.push(lambda kind, *_: _quietly(checkpoints.close, kind))

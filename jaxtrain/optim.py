@@ -166,6 +166,8 @@ class Scan:
             raise ValueError(
                 f"accumulation: Scan(k={self.k}): the number of micro-batches is a whole number, 1 or more."
             )
+        if not isinstance(self.defer, bool):
+            raise ValueError(f"accumulation: Scan(defer={self.defer!r}): give True or False.")
         object.__setattr__(self, "k", int(self.k))
 
     def micro_batches(self, window: int) -> int:

@@ -252,7 +252,10 @@ class Recipe:
 
         _, pull, loss = jax.vjp(total, self.trained(view.params), has_aux=True)
         if self.precision.scaled:
-            seed = self.precision.seed(view.scale, loss.weight)
+            weight = loss.weight
+            if shard is not None:  # the micro-batch's, so that every mechanism overflows at the same scale
+                weight = jax.lax.psum(weight, self.deferred_axes)
+            seed = self.precision.seed(view.scale, weight)
             grads = jax.tree.map(lambda g: g / seed, pull(seed)[0])
         else:
             grads = pull(jnp.float32(1.0))[0]

@@ -35,7 +35,7 @@ def build(
     if name == "warmup_stable_decay" and not 0 < falling <= rest:
         raise ValueError(
             f"schedule: a decay of {falling} steps does not fit behind a warm-up of {warmup_steps} steps into a "
-            f"horizon of {steps} steps."
+            f"horizon of {steps} steps; lower decay_steps (0 means a fifth of the horizon) or warmup_steps."
         )
     flat = max(warmup_steps, 1)
     decay = {

@@ -117,13 +117,19 @@ def build_train_step(
 def _trained_by(trainable: Any, names: Sequence[str]) -> dict[str, bool]:
     if trainable is None:
         return dict.fromkeys(names, True)
-    patterns = [trainable] if isinstance(trainable, str) else trainable
-    chosen = trainable if callable(trainable) else lambda name: any(re.search(pattern, name) for pattern in patterns)
-    found = {name: bool(chosen(name)) for name in names}
-    if not any(found.values()):
-        shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-        raise ValueError(f"trainable={trainable!r} chooses none of the {len(names)} parameters: {shown}.")
-    return found
+    if callable(trainable):
+        choices = [("the function", {name for name in names if trainable(name)})]
+    else:
+        patterns = [trainable] if isinstance(trainable, str) else list(trainable)
+        try:
+            choices = [(repr(p), {name for name in names if re.search(p, name)}) for p in patterns]
+        except re.error as error:
+            raise ValueError(f"trainable={trainable!r}: {error.pattern!r} is no pattern ({error}).") from error
+    for pattern, found in choices or [("nothing", set())]:
+        if not found:
+            shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+            raise ValueError(f"trainable: {pattern} chooses none of the {len(names)} parameters: {shown}.")
+    return {name: any(name in found for _, found in choices) for name in names}
 
 
 class Program:

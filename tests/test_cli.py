@@ -248,6 +248,27 @@ def test_PRE_01_sigterm_outside_of_the_loop(run, config_file, copy, monkeypatch,
     assert run("train", f"--config={config_file}", f"--workdir={copy}")[0] == 0
 
 
+def test_PRE_01_sigterm_that_python_drops_is_not_forgotten(run, config_file, tmp_path, monkeypatch):
+    """Raised in a destructor while a run starts, as in jax's callback of the collector: the loop stops all the same."""
+
+    class Dies:
+        def __del__(self):
+            sigterm()
+
+    real = jaxtrain.assemble.assemble
+
+    def assemble(config):
+        dies = Dies()
+        del dies
+        return real(config)
+
+    monkeypatch.setattr(jaxtrain.assemble, "assemble", assemble)
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    code, out, err = run("train", f"--config={config_file}", f"--workdir={tmp_path / 'run'}")
+    assert code == 75, err
+    assert "SIGTERM: stopped before a step was finished" in out
+
+
 def test_a_compile_cache_in_an_object_store_is_left_to_jax(run, config_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jaxtrain.assemble, "assemble", boom)

@@ -445,6 +445,19 @@ def test_a_run_goes_on_under_another_mechanism(corpus, windows_of_4, tmp_path, m
     assert other.program.traces["step"] == 1
 
 
+@pytest.mark.parametrize("mechanism", ["scan", "scan_deferred"])
+def test_a_mechanism_on_eight_devices_evaluates_and_saves(corpus, tmp_path, mechanism):
+    """Batches of training are stacked, those of evaluation are not, and each has its own sharding."""
+    sizes = {"data__micro_batch_size": 8, "data__sequence_length": 16, "accumulation__k": 2, "model__dropout": 0.0}
+    sizes |= {"mesh__data": 2, "mesh__fsdp": 4, "steps": 4, "eval__every_steps": 2, "checkpoint__every_steps": 2}
+    ends = {}
+    for name in ("multisteps", mechanism):
+        outcome = train(assemble(tiny_config(corpus, accumulation__mechanism=name, **sizes)), tmp_path / name)
+        ends[name] = [line["eval/loss"] for line in lines(tmp_path / name, "eval/loss")]
+        assert (outcome.finished, len(ends[name])) == (True, 2)
+    assert ends[mechanism] == pytest.approx(ends["multisteps"], rel=1e-5)
+
+
 # -- what is logged ----------------------------------------------------------------------------------------------------
 
 

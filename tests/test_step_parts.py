@@ -72,8 +72,13 @@ def test_init_takes_pretrained_weights_for_the_frozen_part():
 
 
 def test_trainable_that_chooses_nothing_lists_the_names():
-    with pytest.raises(ValueError, match=r"chooses none of the 3 parameters: head/bias, head/scale, table"):
-        adapter_program("haed")
+    with pytest.raises(ValueError, match=r"'haed' chooses none of the 3 parameters: head/bias, head/scale, table"):
+        adapter_program(["head", "haed"])
+    with pytest.raises(ValueError, match=r"'\(\[' is no pattern"):
+        adapter_program("([")
+    for nothing in ((), lambda name: False):
+        with pytest.raises(ValueError, match="chooses none of the 3 parameters"):
+            adapter_program(nothing)
 
 
 def test_a_trained_parameter_is_a_float32_master():

@@ -254,6 +254,35 @@ def test_defer_skips_on_all_replicas_or_none(mesh, policy, wanted, step):
     assert [record[n] for n in ("window", "step", "micro_step", "skipped_steps")] == [2, step, 6, 2 - step]
 
 
+@pytest.mark.parametrize("policy", ["window", "micro"])
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 4}, {"data": 4, "tensor": 2}])
+def test_defer_overflows_float16_where_the_others_do(mesh, policy):
+    """Replicas of unequal weight: the cotangent is scaled by the micro-batch's weight, not by a replica's."""
+    precision = Precision("float16", loss_scale=LossScale(2.0**15, growth_interval=100))
+    gradients = [[3.0] + [0.5] * 7, [2.0] * 8]
+    windows = [[rows(*g, mask=[1.0] + [0.0] * 7) for g in gradients], [rows(*g) for g in gradients]]
+    told = []
+    for defer in (False, True):
+        program = scan_program(
+            {"w": 0.0}, Scan(2, defer), _half, precision=precision, nonfinite=Skip(policy),
+            mesh=sharding.make_mesh(**mesh),
+        )  # fmt: skip
+        state, records = program.init(), []
+        for window in windows * 3:
+            state, metrics = program.step(state, stacked(window))
+            records.append(metrics.to_host())
+        names = ("step", "window", "loss_scale", "skipped_in_a_row")
+        told.append([[record[name] for name in names] for record in records])
+    assert told[0] == told[1]
+    assert told[0][-1][0] > 0
+
+
+def _half(params: Any, model_state: Any, batch: Any, key: Any) -> Loss:
+    """Linear, with the products in the compute dtype: large gradients overflow float16."""
+    rows = (params["w"][None] * batch["c"]["w"].astype(params["w"].dtype)).astype(jnp.float32)
+    return Loss(jnp.sum(rows * batch["mask"]), jnp.sum(batch["mask"]))
+
+
 def test_defer_draws_a_mask_for_each_replica():
     def drawn(params: Any, model_state: Any, batch: Any, key: Any) -> Loss:
         rows = jax.random.uniform(key, batch["x"].shape)

@@ -55,7 +55,7 @@ class Checkpoints:
             raise CheckpointError(f"checkpoints: {directory} is not a local path; object stores are not available yet.")
         self.directory = pathlib.Path(directory).absolute()
         self._keep_last, self._read_only = keep_last, read_only
-        self._saving: int | None = None
+        self._saving = self._newest = None  # the step whose save may have failed; the one begun last
         self._proved: int | None = None
         self._manager: ocp.CheckpointManager | None = None
 
@@ -117,7 +117,7 @@ class Checkpoints:
             host_state=ocp.args.JsonSave({**host_state, "format": FORMAT, "tree": tree}),
             data=ocp.args.JsonSave(dict(data)),
         )
-        self._saving = step
+        self._saving = self._newest = step
         try:
             if not self._open().save(step, args=args, force=True):
                 raise OSError("Orbax refused it without a reason")
@@ -223,8 +223,11 @@ class Checkpoints:
         return self._manager
 
     def _describe(self) -> None:
-        """Orbax's hook between the last byte and the commit; an error here leaves the step uncommitted."""
-        (temporary,) = self.directory.glob(f"{self._saving}.orbax-checkpoint-tmp*")
+        """Orbax's hook between the last byte and the commit; an error here leaves the step uncommitted.
+
+        In Orbax's thread, which an interrupted ``wait`` leaves behind: it goes by the save begun last.
+        """
+        (temporary,) = self.directory.glob(f"{self._newest}.orbax-checkpoint-tmp*")
         manifest.write(temporary)
 
     def _sweep(self) -> None:
