@@ -319,7 +319,7 @@ def test_a_good_file_with_an_argument_and_overrides(load, tmp_path):
         ("c.model.remat = None", r"model\.remat=None is NoneType, not a text"),
         ("c.steps = True", r"steps=True is bool, not a whole number"),
         ("c.unlock(); c.foo = 3", r"unknown key foo"),
-        ("c.optim.momentum = 2.0", r"optim\.momentum=2\.0 is outside 0 \.\. 1"),
+        ("c.optim.momentum = 2.0", r"optim\.momentum=2\.0 is outside 0 \.\. 0\.999999"),
         ("c.steps = 0", r"steps=0 is outside 1 \.\. 2147483647"),
         ("return None", r"mine\.py.*get_config.*NoneType"),
         ("return {}", r"mine\.py.*get_config.*dict"),

@@ -147,7 +147,7 @@ def test_sums_are_read_when_the_next_batch_is_running(monkeypatch, make_mesh):
     events = []
 
     class Fake:
-        batch_sharding = jax.sharding.NamedSharding(make_mesh(), jax.sharding.PartitionSpec())
+        row_sharding = jax.sharding.NamedSharding(make_mesh(), jax.sharding.PartitionSpec())
 
         def evaluate(self, view: Any, batch: Any) -> dict[str, tuple[int, float]]:
             number = int(batch[0])
