@@ -115,7 +115,7 @@ def assemble(config: ConfigDict, devices: Sequence[jax.Device] | None = None) ->
 
 def make_program(config: ConfigDict, mesh: Mesh) -> Program:
     """The training program of a config on a mesh; reads no data."""
-    make = functools.partial(_make_model, model_config(config, mesh))
+    make = functools.partial(_make_model, model_config(config, mesh), pin=sharding.Pin(mesh))
     o = config.optim
     schedule = schedules.build(
         o.schedule, peak=o.learning_rate, steps=o.schedule_steps or config.steps, warmup_steps=o.warmup_steps,
@@ -194,5 +194,5 @@ def example_batch(config: ConfigDict) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
 
 
-def _make_model(config: TransformerConfig, rngs: nnx.Rngs) -> Transformer:
-    return Transformer(config, rngs=rngs)
+def _make_model(config: TransformerConfig, rngs: nnx.Rngs, **options: Any) -> Transformer:
+    return Transformer(config, rngs=rngs, **options)

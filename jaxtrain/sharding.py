@@ -1,8 +1,9 @@
 """The mesh, and rules (path pattern -> PartitionSpec) that give every leaf of a state its sharding."""
 
+import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain import paths
 
 AXES = ("slice", "data", "fsdp", "tensor")
+BATCH_AXES = ("slice", "data", "fsdp")  # those that split the rows of a batch
 SMALLEST_SHARDED = 2**16  # elements; below it a gather costs more in latency than the memory is worth
 STACKED = "stacked"
 """A rule's value: the default sharding, but dim 0 counts layers and is never sharded."""
@@ -100,6 +102,40 @@ def like_params(abstract: Any, params: Mapping | Any, shardings: Any, mesh: Mesh
         return NamedSharding(mesh, P())
 
     return jax.tree_util.tree_map_with_path(one, abstract)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pin:
+    """Keeps an activation ``[B, ...]`` split by rows over the batch axes, and whole in every other dim: ``pin(x)``.
+
+    Where parameters are sharded (``fsdp``), the compiler has a choice: gather the parameters, or split the activations
+    as the parameters are and send those. A model says which by pinning what flows through it, between its layers.
+
+    Attributes:
+        mesh: as the program's. axes: those that split the rows.
+    """
+
+    mesh: Mesh
+    axes: Sequence[str] = BATCH_AXES
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self._spread(x, self.axes)
+
+    def lookup(self, look: Callable[[jax.Array], jax.Array], indices: jax.Array) -> jax.Array:
+        """``look(indices)``, pinned: rows ``[B, ..., D]`` of a table ``[V, D]`` that ``fsdp`` splits over D.
+
+        Every shard looks up its columns of all rows of its group, which then change places (an all-to-all): neither
+        the table nor its gradient is gathered.
+        """
+        groups = [axis for axis in self.axes if axis != "fsdp"]
+        found = look(self._spread(indices, groups))
+        return self(self._spread(found, groups, *[()] * (found.ndim - 2), ["fsdp"]))
+
+    def _spread(self, x: jax.Array, *dims: Sequence[str]) -> jax.Array:
+        inside = jax.sharding.get_abstract_mesh()
+        manual = set(inside.manual_axes)  # those of a shard_map around: there x holds the rows of one shard
+        spec = P(*(tuple(axis for axis in axes if axis in self.mesh.shape and axis not in manual) for axes in dims))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(inside if manual else self.mesh, spec))
 
 
 def with_shardings(abstract: Any, shardings: Any) -> Any:

@@ -42,7 +42,7 @@ def build_train_step(
     *,
     mesh: Mesh,
     rules: Rules = DEFAULT_RULES,
-    batch_axes: Sequence[str] = ("slice", "data", "fsdp"),
+    batch_axes: Sequence[str] = sharding.BATCH_AXES,
     accumulation: Accumulation = MultiSteps(1),  # noqa: B008, a frozen value
     precision: Precision = Precision(),  # noqa: B008, a frozen value
     clip_norm: float | None = None,
