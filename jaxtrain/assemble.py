@@ -177,10 +177,10 @@ def language_model_loss(c: ConfigDict) -> Callable[[Transformer, Any, jax.Array 
     def loss(model: Transformer, batch: Any, key: jax.Array | None) -> Loss:
         terms = {} if key is None else {"z_loss": c.z, "label_smoothing": c.label_smoothing}
         hidden = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"], key=key)
-        if c.chunk:
-            kernel = model.head_kernel
-            return chunked_cross_entropy(hidden, kernel, batch["targets"], batch["weights"], chunk=c.chunk, **terms)
-        return cross_entropy(model.logits(hidden), batch["targets"], batch["weights"], **terms)
+        wanted = (batch["targets"], batch["weights"])
+        if c.vocab_chunks > 1:
+            return chunked_cross_entropy(hidden, model.head_kernel, *wanted, chunks=c.vocab_chunks, **terms)
+        return cross_entropy(model.logits(hidden), *wanted, **terms)
 
     return loss
 

@@ -93,7 +93,7 @@ KEYS: dict[str, Key] = {
     "optim.ema": Key(
         0.0, "decay, in steps, of a parameter average that is evaluated and sampled; 0: none", low=0.0, high=1 - 1e-6
     ),
-    "loss.chunk": Key(0, "positions of a row whose logits stand at a time; 0: all", low=0, free=True),
+    "loss.vocab_chunks": Key(1, "parts of the vocabulary, of which one stands as logits at a time", low=1, free=True),
     "loss.z": Key(0.0, "factor of log(Z)^2, in training", low=0.0, high=1.0),
     "loss.label_smoothing": Key(0.0, "share of a target spread over the vocabulary, in training", low=0.0, high=0.99),
     "precision.compute": Key(

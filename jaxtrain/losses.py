@@ -45,28 +45,37 @@ def cross_entropy(
             1512.00567, section 7).
     """
     logits = logits.astype(jnp.float32)
-    nats = _nats(logits, targets, _Terms(z_loss, label_smoothing))[0]
+    nats = _nats(logits, targets, _Terms(z_loss, label_smoothing))
     return Loss(jnp.sum(nats * weights), jnp.sum(weights))
 
 
 def chunked_cross_entropy(
-    hidden: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array, *, chunk: int, z_loss: float = 0.0,
+    hidden: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array, *, chunks: int, z_loss: float = 0.0,
     label_smoothing: float = 0.0,
 ) -> Loss:  # fmt: skip
-    """``cross_entropy(hidden @ kernel, ...)`` of which only ``chunk`` positions of each row stand at a time.
+    """``cross_entropy(hidden @ kernel, ...)`` of which only ``V / chunks`` tokens of the vocabulary stand at a time.
 
-    So [B, L, V] never stands in float32; the backward pass makes the logits again, a third more work for this product,
-    and sums the kernel's gradient over the chunks in float32.
+    So [B, L, V] never stands in float32; the backward pass makes the logits again, a third more work for this product.
+    By vocabulary and not by position: every chunk's part of the kernel is gathered, and its gradient reduced over
+    devices, once. Chunk j holds the tokens ``j, j + chunks, ...``, so that a vocabulary split over ``tensor`` stays so.
 
     Args:
-        hidden: float ``[B, L, D]``. kernel: float ``[D, V]``, whose dtype is that of the product's inputs.
+        hidden: float ``[B, L, D]``. kernel: float ``[D, V]``, whose dtype is that of the products' inputs.
         targets, weights: as for ``cross_entropy``, ``[B, L]``.
-        chunk: positions, 1 or more; L need not divide by it.
+        chunks: a divisor of V.
+
+    Raises:
+        ValueError: ``chunks`` does not divide V.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk={chunk} positions of a row: must be at least 1.")
+    size = kernel.shape[1]
+    if chunks < 1 or size % chunks:
+        near = [n for n in range(1, size + 1) if size % n == 0]
+        near = sorted(sorted(near, key=lambda n: abs(n - chunks))[:3])
+        raise ValueError(
+            f"chunks={chunks} does not divide the vocabulary of {size} tokens; use {', '.join(map(str, near))}."
+        )
     terms = _Terms(z_loss, label_smoothing)
-    return Loss(_chunked(terms, min(chunk, hidden.shape[1]), hidden, kernel, targets, weights), jnp.sum(weights))
+    return Loss(_chunked(terms, chunks, hidden, kernel, targets, weights), jnp.sum(weights))
 
 
 def classification(
@@ -88,71 +97,88 @@ class _Terms(NamedTuple):
     label_smoothing: float
 
 
-def _nats(logits: jax.Array, targets: jax.Array, terms: _Terms) -> tuple[jax.Array, jax.Array]:
-    """The loss of each item, and log Z; from float32 logits ``[..., V]``."""
-    log_z = jax.nn.logsumexp(logits, axis=-1)
+def _nats(logits: jax.Array, targets: jax.Array, terms: _Terms) -> jax.Array:
+    """The loss of each item, from float32 logits ``[..., V]``."""
     right = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    mean = jnp.mean(logits, axis=-1) if terms.label_smoothing else jnp.zeros_like(right)
+    return _nats_of(jax.nn.logsumexp(logits, axis=-1), right, mean, terms)
+
+
+def _nats_of(log_z: jax.Array, right: jax.Array, mean: jax.Array, terms: _Terms) -> jax.Array:
+    """From log Z, the target's logit, and the mean of all logits."""
     if terms.label_smoothing:
-        right = (1 - terms.label_smoothing) * right + terms.label_smoothing * jnp.mean(logits, axis=-1)
+        right = (1 - terms.label_smoothing) * right + terms.label_smoothing * mean
     nats = log_z - right
-    return (nats + terms.z_loss * log_z**2 if terms.z_loss else nats), log_z
-
-
-def _in_chunks(x: jax.Array, chunk: int) -> jax.Array:
-    """``[B, L, ...]`` as ``[chunks, B, chunk, ...]``, filled up with zeros."""
-    padded = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2))
-    return jnp.moveaxis(padded.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
-
-
-def _from_chunks(x: jax.Array, length: int) -> jax.Array:
-    joined = jnp.moveaxis(x, 0, 1)
-    return joined.reshape(joined.shape[0], -1, *joined.shape[3:])[:, :length]
-
-
-def _logits(hidden: jax.Array, kernel: jax.Array) -> jax.Array:
-    """``[B, c, V]`` in float32, as one product over all tokens."""
-    flat = hidden.reshape(-1, hidden.shape[-1]).astype(kernel.dtype)
-    product = jax.lax.dot(flat, kernel, preferred_element_type=jnp.float32)
-    return product.reshape(*hidden.shape[:-1], kernel.shape[1])
+    return nats + terms.z_loss * log_z**2 if terms.z_loss else nats
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _chunked(
-    terms: _Terms, chunk: int, hidden: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array
+    terms: _Terms, chunks: int, hidden: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    def one(total: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        h, t, w = part
-        return total + jnp.sum(_nats(_logits(h, kernel), t, terms)[0] * w), None
-
-    parts = tuple(_in_chunks(x, chunk) for x in (hidden, targets, weights))
-    return jax.lax.scan(one, jnp.float32(0), parts)[0]
+    return _chunked_forward(terms, chunks, hidden, kernel, targets, weights)[0]
 
 
-def _chunked_forward(terms: _Terms, chunk: int, *given: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return _chunked(terms, chunk, *given), given
+def _chunked_forward(
+    terms: _Terms, chunks: int, hidden: jax.Array, kernel: jax.Array, targets: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    tokens, (which, place) = _flat(hidden, kernel), _places(targets, chunks)
+
+    def one(carry: tuple[jax.Array, ...], part: tuple[jax.Array, jax.Array]) -> tuple[tuple[jax.Array, ...], None]:
+        highest, scaled, right, total = carry  # of each token: max, sum of exp(logit - max), the target's, sum
+        j, columns = part
+        logits = jax.lax.dot(tokens, columns, preferred_element_type=jnp.float32)
+        above = jnp.maximum(highest, jnp.max(logits, axis=-1))
+        scaled = scaled * jnp.exp(highest - above) + jnp.sum(jnp.exp(logits - above[:, None]), axis=-1)
+        here = jnp.take_along_axis(logits, place[:, None], axis=-1)[:, 0]
+        return (above, scaled, jnp.where(which == j, here, right), total + jnp.sum(logits, axis=-1)), None
+
+    zeros = jnp.zeros(tokens.shape[:1], jnp.float32)
+    start = (jnp.full_like(zeros, jnp.finfo(jnp.float32).min), zeros, zeros, zeros)
+    (highest, scaled, right, total), _ = jax.lax.scan(one, start, (jnp.arange(chunks), _columns(kernel, chunks)))
+    log_z = highest + jnp.log(scaled)
+    nats = _nats_of(log_z, right, total / kernel.shape[1], terms)
+    kept = (hidden, kernel, targets, weights, nats, log_z)
+    return jnp.sum(nats * weights.reshape(-1)), kept
 
 
-def _chunked_backward(terms: _Terms, chunk: int, given: tuple[jax.Array, ...], g: jax.Array) -> tuple[Any, ...]:
-    hidden, kernel, targets, weights = given
+def _chunked_backward(terms: _Terms, chunks: int, kept: tuple[jax.Array, ...], g: jax.Array) -> tuple[Any, ...]:
+    hidden, kernel, targets, weights, nats, log_z = kept
+    tokens, (which, place) = _flat(hidden, kernel), _places(targets, chunks)
     size = kernel.shape[1]
+    weight = (weights.reshape(-1) * g)[:, None]
+    slope = (1 + 2 * terms.z_loss * log_z)[:, None]
 
-    def one(d_kernel: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        h, t, w = part
-        logits = _logits(h, kernel)
-        nats, log_z = _nats(logits, t, terms)
-        p = jnp.exp(logits - log_z[..., None]) * (1 + 2 * terms.z_loss * log_z)[..., None]
-        hot = (t[..., None] == jnp.arange(size)[None, None]).astype(jnp.float32)
+    def one(d_tokens: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        j, columns = part
+        logits = jax.lax.dot(tokens, columns, preferred_element_type=jnp.float32)
+        at = jnp.where(which == j, place, -1)
+        hot = (at[:, None] == jnp.arange(size // chunks)[None]).astype(jnp.float32)
         wanted = (1 - terms.label_smoothing) * hot + terms.label_smoothing / size
-        d_logits = ((p - wanted) * (w * g)[..., None]).astype(kernel.dtype).reshape(-1, size)
-        flat = h.reshape(-1, h.shape[-1]).astype(kernel.dtype)
-        d_hidden = jax.lax.dot(d_logits, kernel.T, preferred_element_type=jnp.float32).astype(h.dtype)
-        d_kernel += jax.lax.dot(flat.T, d_logits, preferred_element_type=jnp.float32)
-        return d_kernel, (d_hidden.reshape(h.shape), nats * g)
+        d_logits = ((jnp.exp(logits - log_z[:, None]) * slope - wanted) * weight).astype(kernel.dtype)
+        back = jax.lax.dot_general(d_logits, columns, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return d_tokens + back, jax.lax.dot_general(tokens, d_logits, (((0,), (0,)), ((), ())))
 
-    parts = tuple(_in_chunks(x, chunk) for x in (hidden, targets, weights))
-    d_kernel, (d_hidden, d_weights) = jax.lax.scan(one, jnp.zeros(kernel.shape, jnp.float32), parts)
-    length = hidden.shape[1]
-    return _from_chunks(d_hidden, length), d_kernel.astype(kernel.dtype), None, _from_chunks(d_weights, length)
+    start = jnp.zeros(tokens.shape, jnp.float32)
+    d_tokens, d_columns = jax.lax.scan(one, start, (jnp.arange(chunks), _columns(kernel, chunks)))
+    d_hidden = d_tokens.reshape(hidden.shape).astype(hidden.dtype)
+    d_kernel = jnp.moveaxis(d_columns, 0, 2).reshape(kernel.shape)
+    return d_hidden, d_kernel, None, nats.reshape(weights.shape) * g
 
 
 _chunked.defvjp(_chunked_forward, _chunked_backward)
+
+
+def _flat(hidden: jax.Array, kernel: jax.Array) -> jax.Array:
+    """``[B * L, D]`` in the kernel's dtype."""
+    return hidden.reshape(-1, hidden.shape[-1]).astype(kernel.dtype)
+
+
+def _columns(kernel: jax.Array, chunks: int) -> jax.Array:
+    """``[chunks, D, V / chunks]``: token t is in chunk ``t % chunks``, at ``t // chunks``."""
+    return jnp.moveaxis(kernel.reshape(kernel.shape[0], -1, chunks), 2, 0)
+
+
+def _places(targets: jax.Array, chunks: int) -> tuple[jax.Array, jax.Array]:
+    flat = targets.reshape(-1)
+    return flat % chunks, flat // chunks

@@ -24,7 +24,11 @@ class Collective(NamedTuple):
 
 
 def collectives(text: str) -> dict[str, list[Collective]]:
-    """``{"loop": ..., "once": ...}`` of an HLO text: those reachable from a while loop's body, and the others."""
+    """``{"loop": ..., "once": ...}`` of an HLO text: those reachable from a while loop's body, and the others.
+
+    A TPU's ``all-reduce-scatter`` fusion, written as an all-reduce and a slice, is the reduce-scatter that it runs as; a
+    gather that is fused step by step into what runs beside it stands there many times, under one channel.
+    """
     computations: dict[str, list[str]] = {}
     name = ""
     for line in text.splitlines():
@@ -37,14 +41,21 @@ def collectives(text: str) -> dict[str, list[Collective]]:
             inside.add(name)
             todo += re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.\-]+)", "\n".join(computations[name]))
     found: dict[str, list[Collective]] = {"loop": [], "once": []}
+    channels: set[str] = set()
     for name, lines in computations.items():
         for line in lines:
+            channel = re.search(r"channel_id=\d+", line)
             if match := re.search(KIND, line):
+                if channel and channel[0] in channels:
+                    continue
+                channels.add(channel[0] if channel else "")
                 result = line[line.index("=") + 1 : match.start()]
                 shapes = re.findall(r"(\w+)\[([\d,]*)\]", result)
                 size = sum(BYTES[dtype] * _product(dims) for dtype, dims in shapes if dtype in BYTES)
-                where = "loop" if name in inside else "once"
-                found[where].append(Collective(match[1], size, _group(line), line.strip()))
+                where, kind, group = "loop" if name in inside else "once", match[1], _group(line)
+                if name.startswith("all-reduce-scatter"):
+                    kind, size = "reduce-scatter", size // group
+                found[where].append(Collective(kind, size, group, line.strip()))
     return found
 
 

@@ -14,7 +14,7 @@ from jaxtrain.config import KEYS, ConfigError
 ZERO_OR_MORE = (
     "model.vocab_size", "optim.schedule_steps", "optim.warmup_steps", "nonfinite.max_consecutive",
     "checkpoint.every_steps", "eval.every_steps", "eval.rows", "sample.tokens", "seed",
-    "optim.decay_steps", "loss.chunk",
+    "optim.decay_steps", "loss.vocab_chunks",
 )  # fmt: skip
 ONE_OR_MORE = (
     "steps", "log_every_steps", "data.micro_batch_size", "model.layers", "model.d_model", "model.heads",
@@ -30,7 +30,7 @@ RESUMABLE = {
     "steps", "log_every_steps", "compile_cache", "model.remat", "model.attention", "model.scan_layers",
     "accumulation.mechanism", "nonfinite.max_consecutive", "mesh.slice", "mesh.data", "mesh.fsdp", "mesh.tensor",
     "checkpoint.every_steps", "checkpoint.keep_last", "eval.every_steps", "eval.rows", "sample.tokens", "sample.prompt",
-    "sample.temperature", "loss.chunk",
+    "sample.temperature", "loss.vocab_chunks",
 }  # fmt: skip
 CHOICES = {
     "model.name": "transformer", "model.remat": "none attention dots full", "model.attention": "xla cudnn",

@@ -69,7 +69,7 @@ def test_a_loss_is_a_sum_a_weight_and_nothing_more_by_default():
 def with_terms(logits, targets, weights, z_loss, smoothing):
     """``(sum, gradient of the sum)`` of cross-entropy, z-loss and label smoothing in float64."""
     x = np.float64(logits)
-    log_z = np.log(np.exp(x).sum(-1))
+    log_z = x.max(-1) + np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1))
     p = np.exp(x - log_z[..., None])
     wanted = (1 - smoothing) * np.eye(x.shape[-1])[targets] + smoothing / x.shape[-1]
     items = log_z - (x * wanted).sum(-1) + z_loss * log_z**2
@@ -95,7 +95,7 @@ def test_z_loss_and_label_smoothing(z_loss, smoothing):
 # ---- in chunks ---------------------------------------------------------------------------------------------------
 
 
-def head_case(dtype="float32", length=12, vocabulary=37):
+def head_case(dtype="float32", length=12, vocabulary=36):
     draw = np.random.default_rng(1)
     hidden = draw.normal(size=(3, length, 8)).astype(np.float32)
     kernel = draw.normal(size=(8, vocabulary)).astype(np.float32)
@@ -105,15 +105,15 @@ def head_case(dtype="float32", length=12, vocabulary=37):
 
 
 @pytest.mark.parametrize(("z_loss", "smoothing"), [(0.0, 0.0), (1e-2, 0.3)])
-@pytest.mark.parametrize("chunk", [1, 4, 5, 12, 100])  # 5 does not divide 12
-def test_chunks_are_the_whole_in_value_and_gradients(chunk, z_loss, smoothing):
+@pytest.mark.parametrize("chunks", [1, 2, 9, 36])
+def test_chunks_are_the_whole_in_value_and_gradients(chunks, z_loss, smoothing):
     hidden, kernel, targets, weights = head_case()
     x, w = np.float64(hidden), np.float64(kernel)
     wanted, d_logits = with_terms(x @ w, np.asarray(targets), np.asarray(weights), z_loss, smoothing)
 
     def total(hidden, kernel):
         loss = chunked_cross_entropy(
-            hidden, kernel, targets, weights, chunk=chunk, z_loss=z_loss, label_smoothing=smoothing
+            hidden, kernel, targets, weights, chunks=chunks, z_loss=z_loss, label_smoothing=smoothing
         )
         return loss.total * 2.0, loss
 
@@ -129,18 +129,27 @@ def test_chunks_know_the_gradient_of_the_weights():
     hidden, kernel, targets, weights = head_case()
     logits = jnp.einsum("bld,dv->blv", hidden, kernel)
     whole = jax.grad(lambda w: cross_entropy(logits, targets, w).total)(weights)
-    parts = jax.grad(lambda w: chunked_cross_entropy(hidden, kernel, targets, w, chunk=5).total)(weights)
+    parts = jax.grad(lambda w: chunked_cross_entropy(hidden, kernel, targets, w, chunks=4).total)(weights)
     np.testing.assert_allclose(parts, whole, rtol=1e-5)
 
 
-def test_chunks_sum_the_gradient_of_a_bfloat16_kernel_in_float32():
+def test_chunks_sum_the_gradient_of_bfloat16_hidden_states_in_float32():
     """1024 chunks of equal gradients: a bfloat16 sum would stop growing at 256 of them."""
-    length = 1024
-    hidden, kernel = jnp.ones((1, length, 1), jnp.bfloat16), jnp.zeros((1, 2), jnp.bfloat16)
-    targets, weights = jnp.zeros((1, length), jnp.int32), jnp.ones((1, length))
-    grads = jax.grad(lambda k: chunked_cross_entropy(hidden, k, targets, weights, chunk=1).total)(kernel)
-    np.testing.assert_allclose(grads.astype(jnp.float32), [[-512.0, 512.0]])
+    hidden, kernel = jnp.zeros((1, 1, 1), jnp.bfloat16), jnp.ones((1, 1024), jnp.bfloat16)
+    one = (jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 1024.0))
+    grads = jax.grad(lambda h: chunked_cross_entropy(h, kernel * 1.0, *one, chunks=1024, z_loss=0.5).total)(hidden)
+    # d/dh of 1024 * (z_loss * log(Z)^2 - h): the softmax' own part is 0, as all logits are equal
+    np.testing.assert_allclose(float(grads[0, 0, 0]), 1024 * math.log(1024), rtol=2**-8)
     assert grads.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("size", [1e4, -1e4])
+def test_chunks_bear_logits_that_exp_does_not(size):
+    hidden, kernel, targets, weights = head_case()
+    logits = np.float64(hidden * size) @ np.float64(kernel)
+    wanted, _ = with_terms(logits, np.asarray(targets), np.asarray(weights), 0.0, 0.0)
+    loss = chunked_cross_entropy(hidden * size, kernel, targets, weights, chunks=4)
+    assert float(loss.total) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_chunks_never_hold_all_logits():
@@ -150,7 +159,7 @@ def test_chunks_never_hold_all_logits():
     def compiled(loss):
         return jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, kernel).compile()
 
-    chunked = compiled(lambda h, k: chunked_cross_entropy(h, k, targets, weights, chunk=8).total)
+    chunked = compiled(lambda h, k: chunked_cross_entropy(h, k, targets, weights, chunks=10).total)
     whole = compiled(lambda h, k: cross_entropy(jnp.einsum("bld,dv->blv", h, k), targets, weights).total)
     big = [shape for shape in ("f32[3,64,1000]", "f32[192,1000]") if shape in chunked.as_text()]
     assert not big
@@ -158,9 +167,10 @@ def test_chunks_never_hold_all_logits():
     assert chunked.memory_analysis().temp_size_in_bytes < whole.memory_analysis().temp_size_in_bytes / 3
 
 
-def test_a_chunk_is_one_or_more():
-    with pytest.raises(ValueError, match="chunk=0 positions of a row: must be at least 1"):
-        chunked_cross_entropy(*head_case(), chunk=0)
+@pytest.mark.parametrize(("chunks", "near"), [(0, "1, 2, 3"), (5, "3, 4, 6"), (100, "12, 18, 36")])
+def test_chunks_divide_the_vocabulary(chunks, near):
+    with pytest.raises(ValueError, match=f"chunks={chunks} does not divide the vocabulary of 36 tokens; use {near}"):
+        chunked_cross_entropy(*head_case(), chunks=chunks)
 
 
 # ---- classes -----------------------------------------------------------------------------------------------------
