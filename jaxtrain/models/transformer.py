@@ -40,6 +40,7 @@ from jaxtrain.models.attention import (
     rows_or_nan,
     visible,
 )
+from jaxtrain.models.dense import dropout
 
 REMAT_POLICIES = ("none", "attention", "dots", "full")
 ATTENTIONS = {"xla": attend_xla, "cudnn": attend_cudnn}
@@ -200,12 +201,6 @@ def _logits_backward(given, g_BLV):
 _logits.defvjp(lambda x_BLD, kernel_DV: (_logits(x_BLD, kernel_DV), (x_BLD, kernel_DV)), _logits_backward)
 
 
-def _dropout(x, rate: float, key):
-    if key is None or rate == 0.0:
-        return x
-    return jnp.where(jax.random.bernoulli(key, 1.0 - rate, x.shape), x / (1.0 - rate), jnp.zeros_like(x))
-
-
 class RMSNorm(nnx.Module):
     """``x / sqrt(mean(x^2) + eps) * scale`` over the last dim, computed in fp32 and returned in x's dtype."""
 
@@ -310,8 +305,8 @@ class Block(nnx.Module):
     def __call__(self, x_BLD, rotary, segments_BL, key, cache):
         attention_key, mlp_key = (None, None) if key is None else jax.random.split(key)
         out_BLD, cache = self.attention(self.attention_norm(x_BLD), rotary, segments_BL, cache)
-        x_BLD = x_BLD + _dropout(out_BLD, self.rate, attention_key)
-        x_BLD = x_BLD + _dropout(self.mlp(self.mlp_norm(x_BLD)), self.rate, mlp_key)
+        x_BLD = x_BLD + dropout(out_BLD, self.rate, attention_key)
+        x_BLD = x_BLD + dropout(self.mlp(self.mlp_norm(x_BLD)), self.rate, mlp_key)
         return x_BLD, cache
 
 
