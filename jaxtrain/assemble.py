@@ -4,27 +4,25 @@ What runs them reads from the config its cadences and what it prints, nothing th
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxtrain import adapters, optim, schedules, sharding
+from jaxtrain import config as config_lib
 from jaxtrain.config import ConfigError
-from jaxtrain.data import text
 from jaxtrain.data.pipeline import Batches, InOrder, evenly_spaced
-from jaxtrain.losses import Loss, chunked_cross_entropy, cross_entropy
-from jaxtrain.models import transformer
-from jaxtrain.models.transformer import Transformer, TransformerConfig
+from jaxtrain.horizon import Batching
 from jaxtrain.precision import Precision
 from jaxtrain.step import MultiSteps, Program, Scan, Skip, build_train_step
+from jaxtrain.tasks import images, language
+from jaxtrain.tasks.task import Dataset, Task
 
-_UNROLLED_LAYERS = 16  # on CPU: unrolled is about 10% faster there, and compiles in time linear in the depth
+_TASKS = {"text": language.task, "digits": images.task}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,50 +30,62 @@ class Experiment:
     """All that a loop needs, built.
 
     Attributes:
-        config: resolved. program: on its mesh. corpus: the text, split.
+        config: resolved, with every length in steps. program: on its mesh. task: the kind of data. data: its rows.
         batches: endless training micro-batches. held_out: the rows of an evaluation, each once.
-        flops_per_sample: of one row, forward and backward.
+        lengths: lines for a person about lengths that were given otherwise than in steps.
     """
 
     config: ConfigDict
     program: Program
-    corpus: text.TextCorpus
+    task: Task
+    data: Dataset
     batches: Batches
     held_out: InOrder
-    flops_per_sample: float
+    lengths: Sequence[str] = ()
 
     @property
     def micro_batch_size(self) -> int:
         """Rows of the global micro-batch."""
         return self.config.data.micro_batch_size
 
-    def check_text(self, fingerprint: str, step: int) -> None:
-        """Raise ConfigError where checkpoint ``step`` was trained on other text than is here now."""
-        if fingerprint != self.corpus.fingerprint:
+    def check_data(self, fingerprint: str, step: int) -> None:
+        """Raise ConfigError where checkpoint ``step`` was trained on other data than is here now."""
+        if fingerprint != self.data.fingerprint:
             raise ConfigError(
-                f"the text has changed since checkpoint {step} was saved (fingerprint {fingerprint[:12]} then, "
-                f"{self.corpus.fingerprint[:12]} now); put it back, or start in another --workdir."
+                f"the data has changed since checkpoint {step} was saved (fingerprint {fingerprint[:12]} then, "
+                f"{self.data.fingerprint[:12]} now); put it back, or start in another --workdir."
             )
 
     def module(self, params: Any, model_state: Any = ()) -> nnx.Module:
         """The model with parameters in the compute dtype: what samples."""
-        make = functools.partial(_make_model, model_config(self.config, self.program.mesh))
-        return adapters.nnx_module(make, precision(self.config).cast(params), model_state)
+        return adapters.nnx_module(self.task.make, precision(self.config).cast(params), model_state)
 
     def describe(self) -> list[str]:
-        """What will run, in a few lines for a person: model, batch arithmetic, mesh, text."""
+        """What will run, in a few lines for a person: model, batch arithmetic, mesh, data."""
         c, mesh = self.config, self.program.mesh
         parameters = sum(x.size for x in jax.tree.leaves(self.program.abstract_state.params))
-        rows, k, length = c.data.micro_batch_size, c.accumulation.k, c.data.sequence_length
         axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
-        micro_batches = "1 micro-batch" if k == 1 else f"{k} micro-batches"
         return [
             f"model    {c.model.name}, {parameters:,} parameters, {c.precision.compute} compute",
-            f"batch    {rows} rows x {length} tokens x {micro_batches} = {rows * length * k:,} tokens a step",
+            f"batch    {self._batch()}",
+            *(f"length   {line}" for line in self.lengths),
             f"optim    {optim.report(c.optim.name, self.program.abstract_state.params, c.optim.weight_decay)}",
             f"mesh     {axes} ({mesh.size} x {mesh.devices.flat[0].device_kind})",
-            f"text     {self.corpus}",
+            f"data     {self.data.about}",
         ]
+
+    def _batch(self) -> str:
+        rows, k, each = self.micro_batch_size, self.config.accumulation.k, self.task.weight_per_row
+        row = f"{rows} rows" if each == 1 else f"{rows} rows x {each} {self.task.item}s"
+        micro_batches = "1 micro-batch" if k == 1 else f"{k} micro-batches"
+        line = f"{row} x {micro_batches} = {rows * k * each:,} {self.task.item}s a step"
+        if self.config.accumulation.warmup:
+            stages = config_lib.warmup_stages(self.config)
+            line += f" (k is {', '.join(f'{size} until window {until:,}' for until, size in stages)})"
+        epoch = len(self.data.train)
+        if rows * k > epoch:
+            return f"{line}, MORE than an epoch of {epoch:,} rows: a step takes each row {rows * k / epoch:.1f} times"
+        return f"{line}; an epoch is {epoch:,} rows, {epoch / (rows * k):,.1f} steps"
 
 
 def assemble(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Experiment:
@@ -92,30 +102,47 @@ def assemble(config: ConfigDict, devices: Sequence[jax.Device] | None = None) ->
             f"{jax.process_count()} processes: a run over several processes is not available yet; use one."
         )
     mesh = sharding.make_mesh(**config.mesh.to_dict(), devices=devices)
-    program = make_program(config, mesh)
-    data = config.data
-    length, rows = data.sequence_length, data.micro_batch_size
-    program.batch_struct(example_batch(config))  # says now, not after minutes of reading, that the rows do not divide
-    corpus = text.load_text(data.paths, held_out_fraction=data.held_out_fraction, skip_non_utf8=data.skip_non_utf8)
-    held_out = text.RowTable(corpus.held_out, length)
-    if config.eval.rows:
-        held_out = evenly_spaced(held_out, config.eval.rows)
+    task = make_task(config, mesh)
+    data = task.load() if config_lib.counts_epochs(config) else None
+    batching = _batching(config, task, data)
+    counted = config_lib.in_steps(config, batching)
+    program = _program(counted, task, mesh)
+    program.batch_struct(_batch_of(config, task))  # says now, not after minutes of reading, that rows do not divide
+    data = data or task.load()
+    rows = config.data.micro_batch_size
     return Experiment(
-        config=config,
+        config=counted,
         program=program,
-        corpus=corpus,
+        task=task,
+        data=data,
         batches=Batches(
-            text.RowTable(corpus.train, length), rows, seed=config.seed, shuffle=data.shuffle, threads=0,
+            data.train, rows, seed=config.seed, shuffle=config.data.shuffle, threads=0,
             stack=program.accumulation.k if isinstance(program.accumulation, Scan) else None,
         ),
-        held_out=InOrder(held_out, rows, threads=0),
-        flops_per_sample=length * transformer.flops_per_token(model_config(config, mesh), length),
+        held_out=InOrder(
+            evenly_spaced(data.held_out, config.eval.rows) if config.eval.rows else data.held_out, rows, threads=0
+        ),
+        lengths=_lengths(config, counted, batching),
     )  # fmt: skip
 
 
+def make_task(config: ConfigDict, mesh: Mesh) -> Task:
+    """The kind of data of a config, with its model; reads no data."""
+    return _TASKS[config.data.name](config, mesh)
+
+
 def make_program(config: ConfigDict, mesh: Mesh) -> Program:
-    """The training program of a config on a mesh; reads no data."""
-    make = functools.partial(_make_model, model_config(config, mesh), pin=sharding.Pin(mesh))
+    """The training program of a config on a mesh; reads no data, and so refuses lengths in epochs."""
+    task = make_task(config, mesh)
+    return _program(config_lib.in_steps(config, _batching(config, task, None)), task, mesh)
+
+
+def example_batch(config: ConfigDict, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of what one call of the step takes: a global micro-batch, or a window of them."""
+    return _batch_of(config, make_task(config, mesh))
+
+
+def _program(config: ConfigDict, task: Task, mesh: Mesh) -> Program:
     o = config.optim
     schedule = schedules.build(
         o.schedule, peak=o.learning_rate, steps=o.schedule_steps or config.steps, warmup_steps=o.warmup_steps,
@@ -125,74 +152,58 @@ def make_program(config: ConfigDict, mesh: Mesh) -> Program:
         o.name, schedule, b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, momentum=o.momentum
     )
     return build_train_step(
-        *adapters.from_nnx(make, language_model_loss(config.loss)),
+        *task.functions,
         optimizer,
         mesh=mesh,
-        rules=transformer.SHARDING_RULES,
+        rules=task.rules,
         accumulation=accumulation(config),
         precision=precision(config),
         clip_norm=o.clip_norm or None,
         ema=o.ema or None,
         nonfinite=Skip(config.nonfinite.skip, config.nonfinite.max_consecutive),
+        merge_stats=task.merge_stats,
         report={"learning_rate": schedule},
         seed=config.seed,
     )
 
 
-def model_config(config: ConfigDict, mesh: Mesh) -> TransformerConfig:
-    """The model of a config; ``scan_layers=auto`` is decided by depth and platform."""
-    m = config.model
-    if 0 < m.vocab_size < text.VOCAB_SIZE:
-        raise ConfigError(
-            f"config: model.vocab_size={m.vocab_size} is below the data's {text.VOCAB_SIZE}; raise it or set 0."
-        )
-    platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None  # an abstract mesh has no devices
-    if m.attention == "cudnn" and platform not in ("gpu", None):
-        raise ConfigError(f"config: model.attention=cudnn needs NVIDIA GPUs, and the devices are {platform}; use xla.")
-    scan = {"yes": True, "no": False, "auto": not (platform == "cpu" and m.layers <= _UNROLLED_LAYERS)}[m.scan_layers]
-    same = ("layers", "d_model", "heads", "kv_heads", "d_ff", "max_length", "dropout", "rope_theta", "tied_embeddings")
-    return TransformerConfig(
-        vocab_size=m.vocab_size or text.VOCAB_SIZE, scan_layers=scan, remat=m.remat, attention=m.attention,
-        **{name: m[name] for name in same},
-    )  # fmt: skip
+def _batch_of(config: ConfigDict, task: Task) -> dict[str, jax.ShapeDtypeStruct]:
+    shape: tuple[int, ...] = (config.data.micro_batch_size,)
+    if config.accumulation.mechanism != "multisteps":
+        shape = (config.accumulation.k, *shape)
+    return {name: jax.ShapeDtypeStruct((*shape, *row.shape), row.dtype) for name, row in task.row.items()}
+
+
+def _batching(config: ConfigDict, task: Task, data: Dataset | None) -> Batching:
+    return Batching(
+        rows=config.data.micro_batch_size,
+        k=config.accumulation.k,
+        warmup=config_lib.warmup_stages(config),
+        weight_per_row=task.weight_per_row,
+        epoch_rows=None if data is None else len(data.train),
+    )
+
+
+def _lengths(given: ConfigDict, counted: ConfigDict, batching: Batching) -> list[str]:
+    horizon = ("optim.schedule_steps", given.steps)  # as it is by default
+    lines = [
+        f"{name}={value} is {config_lib.flat(counted)[name]:,} steps"
+        for name, value in config_lib.flat(given).items()
+        if config_lib.KEYS[name].length and isinstance(value, str) and (name, value) != horizon
+    ]
+    if isinstance(given.steps, str) and (left := batching.left_over(given.steps)):
+        lines.append(f"{left} micro-batches of {batching.rows} rows at the end make no whole step and are left out")
+    return lines
 
 
 def accumulation(config: ConfigDict) -> MultiSteps | Scan:
     """How a config's windows are summed."""
     k, mechanism = config.accumulation.k, config.accumulation.mechanism
+    if config.accumulation.warmup:
+        return MultiSteps(optim.stepwise(config_lib.warmup_stages(config), k))
     return MultiSteps(k) if mechanism == "multisteps" else Scan(k, defer=mechanism == "scan_deferred")
 
 
 def precision(config: ConfigDict) -> Precision:
     """The dtypes of a config."""
     return Precision(config.precision.compute)
-
-
-def language_model_loss(c: ConfigDict) -> Callable[[Transformer, Any, jax.Array | None], Loss]:
-    """Next-token loss of packed rows, see ``text.RowTable``: int32 and float32 leaves ``[B, L]``.
-
-    An evaluation is plain cross-entropy: z-loss and label smoothing are of training only.
-    """
-
-    def loss(model: Transformer, batch: Any, key: jax.Array | None) -> Loss:
-        terms = {} if key is None else {"z_loss": c.z, "label_smoothing": c.label_smoothing}
-        hidden = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"], key=key)
-        wanted = (batch["targets"], batch["weights"])
-        if c.vocab_chunks > 1:
-            return chunked_cross_entropy(hidden, model.head_kernel, *wanted, chunks=c.vocab_chunks, **terms)
-        return cross_entropy(model.logits(hidden), *wanted, **terms)
-
-    return loss
-
-
-def example_batch(config: ConfigDict) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of what one call of the step takes: a global micro-batch, or a window of them."""
-    shape = (config.data.micro_batch_size, config.data.sequence_length)
-    if config.accumulation.mechanism != "multisteps":
-        shape = (config.accumulation.k, *shape)
-    dtypes = dict.fromkeys(("tokens", "targets", "positions", "segment_ids"), jnp.int32) | {"weights": jnp.float32}
-    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in dtypes.items()}
-
-
-def _make_model(config: TransformerConfig, rngs: nnx.Rngs, **options: Any) -> Transformer:
-    return Transformer(config, rngs=rngs, **options)

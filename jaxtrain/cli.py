@@ -95,7 +95,7 @@ def _command() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxtrain", description="Train language models, and look at what came of it.")
+    parser = argparse.ArgumentParser(prog="jaxtrain", description="Train models, and look at what came of it.")
     parser.add_argument("--version", action="version", version=f"jaxtrain {importlib.metadata.version('jaxtrain')}")
     commands = parser.add_subparsers(required=True, metavar="train|eval|sample|config|version")
 
@@ -108,8 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     train.epilog = "Any key is overridden with --config.a.b=value; jaxtrain config show lists them."
     train.add_argument("--config", required=True, metavar="FILE[:ARG]", help="a file with get_config(arg)")
     train.add_argument("--workdir", required=True, metavar="DIR", help="the run's directory, made if need be")
-    evaluation = command("eval", _eval, "Evaluate a checkpoint on the held-out text.")
-    sample = command("sample", _sample, "Generate text from a checkpoint.")
+    evaluation = command("eval", _eval, "Evaluate a checkpoint on the held-out data.")
+    sample = command("sample", _sample, "Generate text from a checkpoint of a language model.")
     for sub in (evaluation, sample):
         sub.add_argument("--workdir", required=True, metavar="DIR", help="the directory of a run")
         sub.add_argument("--step", type=int, help="which checkpoint; by default the newest verified one")
@@ -200,7 +200,7 @@ def _train(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
         experiment = _assembled(config)  # before the workdir is made: a refused command leaves nothing behind
         workdir = Workdir(arguments.workdir)
         try:
-            workdir.check(config)
+            workdir.check(experiment.config)
             return _train_in(workdir, experiment, arguments.line, preemption)
         finally:
             workdir.close()
@@ -229,7 +229,7 @@ def _eval(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
     from jaxtrain.evaluate import evaluate  # heavy: only commands that compute load jax
 
     program = experiment.program
-    experiment.check_text(restored.data["fingerprint"], restored.host_state["counts"]["step"])
+    experiment.check_data(restored.data["fingerprint"], restored.host_state["counts"]["step"])
     view = program.view(restored.state, copy=False, ema=program.has_ema)
     result = evaluate(program, view, experiment.held_out)
     numbers = {name: value if math.isfinite(value) else None for name, value in result.items()}  # JSON has no NaN
@@ -248,6 +248,11 @@ def _sample(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
     experiment, restored = _restored(arguments, overrides)
     from jaxtrain import report  # heavy: only commands that compute load jax
 
+    if not experiment.task.continues:
+        model, data = experiment.config.model.name, experiment.config.data.name
+        raise ConfigError(
+            f"{arguments.workdir} holds a {model} on {data}, which writes no text; see it with: jaxtrain eval."
+        )
     c = experiment.config.sample
     prompt = c.prompt if arguments.prompt is None else arguments.prompt
     tokens = c.tokens if arguments.tokens is None else arguments.tokens

@@ -6,7 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
+
+from jaxtrain.horizon import Batching
+from jaxtrain.horizon import parse as parse_length
 
 
 class ConfigError(ValueError):
@@ -23,6 +26,8 @@ class Key:
         choices: the allowed values, or empty.
         low, high: bounds of a number, both allowed.
         free: True where a resumed run may change it without becoming another experiment.
+        length: True where a text in samples, tokens or epochs may stand for a number of windows, see ``horizon``.
+        of: the models or kinds of data that read it, or empty: all.
     """
 
     default: Any
@@ -31,46 +36,81 @@ class Key:
     low: float = -math.inf
     high: float = math.inf
     free: bool = False
+    length: bool = False
+    of: tuple[str, ...] = ()
 
+
+_MODELS = {"text": ("transformer",), "digits": ("mlp", "resnet")}  # which models know what to do with which data
 
 KEYS: dict[str, Key] = {
     "seed": Key(0, "of parameters, dropout and shuffling", low=0, high=2**32 - 1),
     "steps": Key(
-        1000, "windows to train for; each applies one optimizer step or is skipped", low=1, high=2**31 - 1, free=True
+        1000,
+        "windows to train for, each one optimizer step or a skipped one; or '2 epochs', '10M tokens', '50k samples'",
+        low=1,
+        high=2**31 - 1,
+        free=True,
+        length=True,
     ),
     "log_every_steps": Key(10, "windows between two lines of metrics", low=1, free=True),
     "compile_cache": Key("~/.cache/jaxtrain", "directory of JAX's compilation cache; empty: none", free=True),
-    "data.paths": Key(("stdlib",), "files, globs or directories of UTF-8 text; stdlib: Python's own source"),
-    "data.held_out_fraction": Key(0.05, "of the documents, never trained on", low=1e-6, high=0.9),
-    "data.skip_non_utf8": Key(False, "pass over files that are no UTF-8 instead of stopping"),
+    "data.name": Key("text", "which data; digits: scikit-learn's", choices=tuple(_MODELS)),
+    "data.paths": Key(
+        ("stdlib",), "files, globs or directories of UTF-8 text; stdlib: Python's own source", of=("text",)
+    ),
+    "data.held_out_fraction": Key(0.05, "of the documents or images, never trained on", low=1e-6, high=0.9),
+    "data.skip_non_utf8": Key(False, "pass over files that are no UTF-8 instead of stopping", of=("text",)),
     "data.shuffle": Key(True, "a new order of the rows every epoch"),
     "data.micro_batch_size": Key(16, "rows of the GLOBAL micro-batch", low=1),
-    "data.sequence_length": Key(256, "tokens a row", low=2),
-    "model.name": Key("transformer", "which model", choices=("transformer",)),
-    "model.layers": Key(4, "blocks", low=1),
-    "model.d_model": Key(128, "width of the residual stream", low=1),
-    "model.heads": Key(4, "query heads", low=1),
-    "model.kv_heads": Key(4, "key and value heads; divides heads", low=1),
-    "model.d_ff": Key(344, "width of the gated MLP", low=1),
-    "model.max_length": Key(256, "longest sequence, tokens", low=2),
-    "model.vocab_size": Key(0, "rows of the embedding; 0: the data's", low=0),
-    "model.dropout": Key(0.0, "probability on each residual branch", low=0.0, high=0.99),
-    "model.rope_theta": Key(10000.0, "base of the rotary frequencies", low=1.0),
-    "model.tied_embeddings": Key(False, "one table for input and output"),
-    "model.remat": Key(
-        "none", "what the backward pass recomputes", choices=("none", "attention", "dots", "full"), free=True
+    "data.sequence_length": Key(256, "tokens a row", low=2, of=("text",)),
+    "model.name": Key("transformer", "which model; mlp and resnet: of images", choices=sum(_MODELS.values(), ())),
+    "model.layers": Key(4, "blocks; mlp: hidden layers; resnet: blocks a stage", low=1),
+    "model.d_model": Key(128, "width of the residual stream; mlp: of each layer; resnet: of the first stage", low=1),
+    "model.stages": Key(
+        3, "of blocks, each half the size and twice the width of the one before", low=1, of=("resnet",)
     ),
-    "model.attention": Key("xla", "attention implementation", choices=("xla", "cudnn"), free=True),
+    "model.running_stats": Key(
+        "sequential",
+        "BatchNorm's, moved by each micro-batch, or pooled: once a window by all its rows",
+        choices=("sequential", "pooled"),
+        of=("resnet",),
+    ),
+    "model.heads": Key(4, "query heads", low=1, of=("transformer",)),
+    "model.kv_heads": Key(4, "key and value heads; divides heads", low=1, of=("transformer",)),
+    "model.d_ff": Key(344, "width of the gated MLP", low=1, of=("transformer",)),
+    "model.max_length": Key(256, "longest sequence, tokens", low=2, of=("transformer",)),
+    "model.vocab_size": Key(0, "rows of the embedding; 0: the data's", low=0, of=("transformer",)),
+    "model.dropout": Key(
+        0.0,
+        "probability on each residual branch; mlp: after each hidden layer",
+        low=0.0,
+        high=0.99,
+        of=("transformer", "mlp"),
+    ),
+    "model.rope_theta": Key(10000.0, "base of the rotary frequencies", low=1.0, of=("transformer",)),
+    "model.tied_embeddings": Key(False, "one table for input and output", of=("transformer",)),
+    "model.remat": Key(
+        "none",
+        "what the backward pass recomputes",
+        choices=("none", "attention", "dots", "full"),
+        free=True,
+        of=("transformer",),
+    ),
+    "model.attention": Key("xla", "attention implementation", choices=("xla", "cudnn"), free=True, of=("transformer",)),
     "model.scan_layers": Key(
         "auto",
         "compile one block and loop; auto: no on CPU with up to 16 blocks",
         choices=("auto", "yes", "no"),
         free=True,
+        of=("transformer",),
     ),
     "accumulation.mechanism": Key(
         "multisteps", "how a window's gradients are summed", choices=("multisteps", "scan", "scan_deferred"), free=True
     ),
     "accumulation.k": Key(1, "micro-batches a window", low=1, high=2**20),
+    "accumulation.warmup": Key(
+        (), "batch-size warm-up: 100:1,300:2 takes 1 micro-batch a window until window 100, 2 until 300, then k"
+    ),
     "optim.name": Key("adamw", "optimizer", choices=("adamw", "sgd", "lion", "adafactor", "muon")),
     "optim.learning_rate": Key(1e-3, "the schedule's peak", low=0.0, high=1e6),
     "optim.schedule": Key(
@@ -79,10 +119,18 @@ KEYS: dict[str, Key] = {
         choices=("constant", "linear", "warmup_cosine", "warmup_stable_decay", "inverse_sqrt"),
     ),
     "optim.schedule_steps": Key(
-        0, "its horizon in steps, warm-up included; 0: steps (constant, inverse_sqrt: none)", low=0
+        0,
+        "its horizon, warm-up included, a length as steps; 0: steps (constant, inverse_sqrt: none)",
+        low=0,
+        length=True,
     ),
-    "optim.warmup_steps": Key(0, "steps of linear warm-up", low=0),
-    "optim.decay_steps": Key(0, "warmup_stable_decay: the last steps, that fall; 0: a fifth of the horizon", low=0),
+    "optim.warmup_steps": Key(0, "steps of linear warm-up, a length as steps", low=0, length=True),
+    "optim.decay_steps": Key(
+        0,
+        "warmup_stable_decay: the last steps, that fall, a length as steps; 0: a fifth of the horizon",
+        low=0,
+        length=True,
+    ),
     "optim.end_learning_rate": Key(0.0, "at the horizon", low=0.0),
     "optim.b1": Key(0.9, "adamw, lion, muon: decay of the first moment", low=0.0, high=1 - 1e-6),
     "optim.b2": Key(0.95, "adamw, lion, muon: decay of the second moment", low=0.0, high=1 - 1e-6),
@@ -93,8 +141,10 @@ KEYS: dict[str, Key] = {
     "optim.ema": Key(
         0.0, "decay, in steps, of a parameter average that is evaluated and sampled; 0: none", low=0.0, high=1 - 1e-6
     ),
-    "loss.vocab_chunks": Key(1, "parts of the vocabulary, of which one stands as logits at a time", low=1, free=True),
-    "loss.z": Key(0.0, "factor of log(Z)^2, in training", low=0.0, high=1.0),
+    "loss.vocab_chunks": Key(
+        1, "parts of the vocabulary, of which one stands as logits at a time", low=1, free=True, of=("text",)
+    ),
+    "loss.z": Key(0.0, "factor of log(Z)^2, in training", low=0.0, high=1.0, of=("text",)),
     "loss.label_smoothing": Key(0.0, "share of a target spread over the vocabulary, in training", low=0.0, high=0.99),
     "precision.compute": Key(
         "bfloat16", "compute dtype; masters are float32", choices=("bfloat16", "float32", "float16")
@@ -109,9 +159,9 @@ KEYS: dict[str, Key] = {
     "checkpoint.keep_last": Key(3, "how many of the newest are kept", low=1, free=True),
     "eval.every_steps": Key(100, "windows between two evaluations; 0: only at the end", low=0, free=True),
     "eval.rows": Key(0, "held-out rows of an evaluation; 0: all", low=0, free=True),
-    "sample.tokens": Key(400, "length of the sample at the end; 0: none", low=0, free=True),
-    "sample.prompt": Key("def ", "what it begins with", free=True),
-    "sample.temperature": Key(0.8, "0: always the likeliest token", low=0.0, free=True),
+    "sample.tokens": Key(400, "length of the sample at the end; 0: none", low=0, free=True, of=("text",)),
+    "sample.prompt": Key("def ", "what it begins with", free=True, of=("text",)),
+    "sample.temperature": Key(0.8, "0: always the likeliest token", low=0.0, free=True, of=("text",)),
 }
 
 
@@ -125,7 +175,7 @@ def default() -> ConfigDict:
             if group not in node:
                 node[group] = ConfigDict()
             node = node[group]
-        node[last] = key.default
+        node[last] = FieldReference(key.default, field_type=object) if key.length else key.default
     return config.lock()
 
 
@@ -186,6 +236,36 @@ def resolve(config: ConfigDict) -> ConfigDict:
     return resolved.lock()
 
 
+def counts_epochs(config: ConfigDict) -> bool:
+    """Whether a length of a resolved config is in epochs, so that ``in_steps`` needs the size of the data."""
+    given = flat(config)
+    texts = (given[name] for name, key in KEYS.items() if key.length and isinstance(given[name], str))
+    return any(parse_length(text)[1] == "epochs" for text in texts)
+
+
+def in_steps(config: ConfigDict, batching: Batching) -> ConfigDict:
+    """``config`` (resolved) with every length in windows, counted from the first (``decay_steps``: from the last).
+
+    Raises:
+        ConfigError: a length that is less than a window, or one in epochs where the batching knows no data.
+    """
+    given = flat(config)
+    converted = config.copy_and_resolve_references()
+    for name, key in KEYS.items():
+        if key.length and isinstance(given[name], str):
+            at_the_end = dataclasses.replace(batching, warmup=())
+            try:
+                assign(converted, name, (at_the_end if name == "optim.decay_steps" else batching).windows(given[name]))
+            except ValueError as error:
+                raise ConfigError(f"config: {name}={error}") from None
+    return resolve(converted)
+
+
+def warmup_stages(config: ConfigDict) -> tuple[tuple[int, int], ...]:
+    """``accumulation.warmup`` of a resolved config: pairs (until which window, micro-batches a window)."""
+    return tuple((int(until), int(k)) for until, k in (stage.split(":") for stage in config.accumulation.warmup))
+
+
 def drift(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Keys that make ``new`` another experiment than ``old`` (both resolved): ``"optim.b1: 0.9 -> 0.8"``."""
     before, after = flat(old), flat(new)
@@ -236,12 +316,20 @@ def _parse(name: str, text: str) -> Any:
             return int(float(text)) if "e" in text.lower() else int(text)
         return kind(text)
     except (ValueError, KeyError, OverflowError):
+        if KEYS[name].length:
+            return _checked(name, text)
         raise ConfigError(f"config: {name}={text!r} is not {_kind(name)}: {KEYS[name].help}.") from None
 
 
 def _checked(name: str, value: Any) -> Any:
     key = KEYS[name]
     kind = type(key.default)
+    if key.length and isinstance(value, str):
+        try:
+            parse_length(value)
+        except ValueError as error:
+            raise ConfigError(f"config: {name}={error}") from None
+        return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if kind is tuple and isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
@@ -266,6 +354,24 @@ def _bounds(key: Key) -> str:
     return f"{key.low:.10g} or more" if key.high == math.inf else f"{key.low:.10g} .. {key.high:.10g}"
 
 
+def _model_suits_the_data(c: ConfigDict) -> None:
+    suits = _MODELS[c.data.name]
+    if c.model.name not in suits:
+        raise ConfigError(
+            f"config: model.name={c.model.name} does not read data.name={c.data.name}; choose {' or '.join(suits)}."
+        )
+
+
+def _every_key_is_read(c: ConfigDict) -> None:
+    for name, value in flat(c).items():
+        key = KEYS[name]
+        if key.of and value != key.default and not {c.model.name, c.data.name} & {*key.of}:
+            raise ConfigError(
+                f"config: {name}={value} would do nothing: only {' and '.join(key.of)} reads it, and this is "
+                f"model.name={c.model.name} on data.name={c.data.name}; leave it at {key.default!r}."
+            )
+
+
 def _sequence_fits(c: ConfigDict) -> None:
     if c.data.sequence_length > c.model.max_length:
         raise ConfigError(
@@ -278,6 +384,9 @@ _ENDLESS = ("constant", "inverse_sqrt")  # schedules that have no horizon
 
 
 def _schedule_fits(c: ConfigDict) -> None:
+    lengths = (c.steps, c.optim.schedule_steps, c.optim.warmup_steps, c.optim.decay_steps)
+    if any(isinstance(length, str) for length in lengths):  # checked again when they are counted, see in_steps
+        return
     horizon = c.optim.schedule_steps or c.steps
     if c.optim.warmup_steps >= horizon:
         raise ConfigError(
@@ -311,6 +420,30 @@ def _prompt_fits(c: ConfigDict) -> None:
         )
 
 
+def _warm_up_rises(c: ConfigDict) -> None:
+    if not c.accumulation.warmup:
+        return
+    shown = ",".join(c.accumulation.warmup)
+    try:
+        found = warmup_stages(c)
+    except ValueError:
+        raise ConfigError(
+            f"config: accumulation.warmup={shown} is no list of WINDOW:K; 100:1,300:2 takes 1 micro-batch a window "
+            "until window 100 and 2 until window 300."
+        ) from None
+    windows, sizes = [until for until, _ in found], [k for _, k in found]
+    if sorted({*windows, 0}) != [0, *windows] or not all(1 <= k <= 2**20 for k in sizes):
+        raise ConfigError(
+            f"config: accumulation.warmup={shown}: windows rise from stage to stage, and each takes 1 or more "
+            "micro-batches."
+        )
+    if c.accumulation.mechanism != "multisteps":
+        raise ConfigError(
+            f"config: accumulation.warmup={shown} needs accumulation.mechanism=multisteps: {c.accumulation.mechanism} "
+            "compiles a window of one length."
+        )
+
+
 def _attention_computes(c: ConfigDict) -> None:
     if c.model.attention == "cudnn" and c.precision.compute == "float32":
         raise ConfigError(
@@ -319,5 +452,6 @@ def _attention_computes(c: ConfigDict) -> None:
 
 
 _CROSS_CHECKS: Sequence[Callable[[ConfigDict], None]] = (
-    _sequence_fits, _schedule_fits, _one_free_axis, _prompt_fits, _attention_computes,
+    _model_suits_the_data, _every_key_is_read, _sequence_fits, _schedule_fits, _one_free_axis, _prompt_fits,
+    _attention_computes, _warm_up_rises,
 )  # fmt: skip

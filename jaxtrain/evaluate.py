@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-from jaxtrain.losses import BITS_PER_NAT
 from jaxtrain.prefetch import DevicePrefetch, to_devices
 from jaxtrain.state import View
 from jaxtrain.step import Program
@@ -22,7 +21,7 @@ def evaluate(
         stop: asked between batches; True abandons the evaluation.
 
     Returns:
-        ``eval/loss`` in nats per token, ``eval/bits_per_byte`` (a token is a byte), ``eval/tokens``, ``eval/<metric>``;
+        ``eval/loss`` in nats, ``eval/tokens`` (the loss weight), ``eval/<metric>`` for each of the loss function's;
         None where it was abandoned. A mean over no weight at all is NaN.
     """
     totals: dict[str, tuple[float, float]] = {}
@@ -45,11 +44,5 @@ def evaluate(
         add(last)
     means = {name: total / weight if weight else float("nan") for name, (total, weight) in totals.items()}
     loss = means.pop("loss", float("nan"))
-    own = {f"eval/{name}": value for name, value in means.items()}
-    bits = loss * BITS_PER_NAT
-    return {
-        "eval/loss": loss,
-        "eval/bits_per_byte": bits,
-        "eval/tokens": round(totals.get("loss", (0.0, 0.0))[1]),
-        **own,
-    }
+    tokens = round(totals.get("loss", (0.0, 0.0))[1])
+    return {"eval/loss": loss, **{f"eval/{name}": value for name, value in means.items()}, "eval/tokens": tokens}

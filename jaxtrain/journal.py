@@ -56,7 +56,9 @@ class Journal:
         ]
         goodput.reached(self.step)
         self._before_s = math.fsum(goodput.total_seconds().values())
-        self._progress = Progress(self._config.steps, min(self.window, self._config.steps), stream)
+        self._progress = Progress(
+            self._config.steps, min(self.window, self._config.steps), stream, item=experiment.task.item
+        )
         self._opened_s = self._saved_goodput_s = time.perf_counter()
         self._since: tuple[float, int, int, int] | None = None  # time, window, micro_step, tokens of the last line
         self._paused_s = self._waited_s = 0.0
@@ -150,7 +152,7 @@ class Journal:
             "tokens_per_s": (self.tokens - tokens) / spent_s,
             "step_s": spent_s / windows,
             "input_wait_s": self._waited_s / windows,
-            "mfu": self._mfu(samples * self.experiment.flops_per_sample / spent_s),
+            "mfu": self._mfu(samples * self.experiment.task.flops_per_row / spent_s),
             "time_s": self._before_s + now - self._opened_s,
         }
         self._since = (now, self.window, self.micro_step, self.tokens)

@@ -70,7 +70,7 @@ def train(
         began = time.monotonic()
         newest = checkpoints.latest_verified()
         if newest is not None:  # the last refusal: from here on the workdir is written
-            experiment.check_text(checkpoints.data(newest)["fingerprint"], newest)
+            experiment.check_data(checkpoints.data(newest)["fingerprint"], newest)
         workdir.keep(config)
         goodput = Goodput(workdir.path / "goodput.json", before={Phase.RESTORE: time.monotonic() - began})
         stack.push(lambda kind, *_: _quietly(goodput.save, kind))
@@ -203,7 +203,7 @@ def _platform(experiment: Experiment) -> dict[str, Any]:
 
 def _data(experiment: Experiment, micro_step: int) -> dict[str, Any]:
     index = micro_step * experiment.micro_batch_size
-    return {"sample_index": index, "fingerprint": experiment.corpus.fingerprint}
+    return {"sample_index": index, "fingerprint": experiment.data.fingerprint}
 
 
 def _quietly(clean_up: Callable[[], None], failed: type | None) -> None:

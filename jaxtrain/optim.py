@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -141,6 +141,19 @@ class MultiSteps:
     def calls(self, window: int) -> int:
         """How many calls of the step window number ``window`` takes."""
         return self.micro_batches(window)
+
+
+def stepwise(stages: Sequence[tuple[int, int]], k: int) -> Callable[[Any], Any]:
+    """``MultiSteps``' k for batch-size warm-up: ``stepwise([(100, 1), (300, 2)], 4)`` is 1 until window 100, 2 until
+    window 300, then 4."""
+
+    def of(window: Any) -> Any:
+        if isinstance(window, int):
+            return next((size for until, size in stages if window < until), k)
+        bounds = jnp.asarray([until for until, _ in stages], jnp.int32)
+        return jnp.asarray([size for _, size in stages] + [k], jnp.int32)[jnp.sum(window >= bounds)]
+
+    return of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,19 +22,21 @@ def loss_curve(
     path: str | Path,
     baselines: Mapping[str, float] | None = None,
     title: str = "",
-    bytes_unit: bool = True,
+    score: str = "loss",
+    label: str = "nats",
+    per_nat: float | None = 1.0,
 ) -> None:
     """Draws training loss, evaluations and learning rate of ``records`` over ``step`` into the PNG file ``path``.
 
-    A record holds ``step`` and any of ``loss`` (nats per token), ``eval/loss`` (nats per token), ``eval/bits_per_byte``
-    and ``learning_rate``; missing, None and non-finite values leave gaps. With ``bytes_unit`` the axis is bits per
-    byte: a token is one byte, nats are divided by ln 2, and ``eval/bits_per_byte`` is preferred where it is given.
-    Without it the axis is nats per token. ``baselines`` (name -> loss, in the unit of the axis) become dashed lines.
+    A record holds ``step`` and any of ``loss`` (nats), ``eval/loss`` (nats), ``eval/<score>`` and ``learning_rate``;
+    missing, None and non-finite values leave gaps. ``score`` is what a run is judged by, called ``label``. Where it is
+    a loss, ``per_nat`` turns nats into it (1 / ln 2 for bits), and it is the axis of all losses; where it is none
+    (``per_nat`` None: an accuracy), it has axes of its own. ``baselines`` (name -> score) become dashed lines.
 
     The file is replaced as a whole. Nothing of matplotlib's global state is read or changed, no display is used.
     """
     path = Path(path)
-    figure = _draw(sorted(records, key=lambda r: r["step"]), baselines or {}, title, bytes_unit)
+    figure = _draw(sorted(records, key=lambda r: r["step"]), baselines or {}, title, score, label, per_nat)
     path.parent.mkdir(parents=True, exist_ok=True)
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=150)
@@ -42,31 +44,35 @@ def loss_curve(
 
 
 def _draw(
-    records: Sequence[Mapping[str, Any]], baselines: Mapping[str, float], title: str, bytes_unit: bool
-) -> "Figure":
+    records: Sequence[Mapping[str, Any]], baselines: Mapping[str, float], title: str, score: str, label: str,
+    per_nat: float | None,
+) -> "Figure":  # fmt: skip
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # slow to load, only the end of a run draws
     from matplotlib.figure import Figure  # slow to load, only the end of a run draws
 
-    per_nat = 1 / math.log(2) if bytes_unit else 1.0
+    is_loss = per_nat is not None
+    factor = per_nat if is_loss else 1.0
     steps, losses = _series(records, "loss")
-    eval_steps, evals = _evaluations(records, per_nat, bytes_unit)
+    eval_steps, evals = _evaluations(records, score if is_loss else "loss", factor)
     rate_steps, rates = _series(records, "learning_rate")
 
-    figure = Figure(figsize=(8, 5.2 if rates.size else 4.4), layout="constrained")
+    ratios = [4] + [3] * (not is_loss) + [1] * bool(rates.size)
+    figure = Figure(figsize=(8, 1.2 + 0.8 * sum(ratios)), layout="constrained")
     FigureCanvasAgg(figure)
+    panels = list(figure.subplots(len(ratios), 1, sharex=True, height_ratios=ratios, squeeze=False)[:, 0])
+    axes, last_axes = panels[0], panels[-1]
     if rates.size:
-        axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-        rate_axes.plot(rate_steps, rates, color="#3a7d44", lw=1.4, marker="." if rates.size == 1 else None)
-        rate_axes.set_ylabel("learning rate")
-        rate_axes.set_ylim(bottom=0)
-        rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
-        _style(rate_axes)
-        last_axes = rate_axes
-    else:
-        axes = last_axes = figure.subplots()
-    _draw_loss(axes, steps, losses * per_nat, eval_steps, evals)
-    _draw_baselines(axes, baselines)
-    axes.set_ylabel("loss (bits per byte)" if bytes_unit else "loss (nats per token)")
+        last_axes.plot(rate_steps, rates, color="#3a7d44", lw=1.4, marker="." if rates.size == 1 else None)
+        last_axes.set_ylabel("learning rate")
+        last_axes.set_ylim(bottom=0)
+        last_axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+        _style(last_axes)
+    _draw_loss(axes, steps, losses * factor, eval_steps, evals)
+    axes.set_ylabel(f"loss ({label})" if is_loss else "loss (nats)")
+    if not is_loss:
+        _draw_loss(panels[1], *np.zeros((2, 0)), *_evaluations(records, score, None))
+        panels[1].set_ylabel(label)
+    _draw_baselines(axes if is_loss else panels[1], baselines)
     axes.set_xlim(0, 1.01 * max([1.0, *steps, *eval_steps, *rate_steps]))  # linear: a log axis hides the last half
     last_axes.xaxis.get_major_locator().set_params(integer=True)
     last_axes.set_xlabel("step (optimizer updates)")
@@ -133,12 +139,12 @@ def _series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[Any, Any]:
     return steps, np.where(np.isfinite(values), values, np.nan)
 
 
-def _evaluations(records: Sequence[Mapping[str, Any]], per_nat: float, bytes_unit: bool) -> tuple[Any, Any]:
-    """(steps, values in the unit of the axis), one per record that holds an evaluation."""
+def _evaluations(records: Sequence[Mapping[str, Any]], score: str, per_nat: float | None) -> tuple[Any, Any]:
+    """(steps, scores), one per record that holds an evaluation; ``per_nat`` makes one of ``eval/loss`` if need be."""
     pairs = []
     for r in records:
-        value = r.get("eval/bits_per_byte") if bytes_unit else None
-        if value is None and r.get("eval/loss") is not None:
+        value = r.get(f"eval/{score}")
+        if per_nat is not None and r.get("eval/loss") is not None and (value is None or score == "loss"):
             value = r["eval/loss"] * per_nat
         if value is not None and math.isfinite(value):
             pairs.append((r["step"], value))

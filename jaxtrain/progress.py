@@ -33,7 +33,8 @@ class Progress:
     ``window`` (those done, skipped ones too; ``step`` where it is not given), ``loss``, ``learning_rate``,
     ``grad_norm``, ``tokens_per_s``, ``mfu`` (a fraction of 1), ``skipped_steps``, ``eval/<anything>``; a record of
     ``step`` and ``window`` alone moves the bar and prints no line. The time left counts the speed since the first
-    update of this run, evaluations and saves included and the first compilation not. ``clock`` gives seconds.
+    update of this run, evaluations and saves included and the first compilation not. ``item``: what a token is called.
+    ``clock`` gives seconds.
 
     Raises ValueError unless 0 <= initial <= total and total >= 1.
     """
@@ -44,6 +45,7 @@ class Progress:
         initial: int = 0,
         stream: TextIO | None = None,
         *,
+        item: str = "token",
         clock: Callable[[], float] = time.monotonic,
     ):
         if not (total >= 1 and 0 <= initial <= total):
@@ -51,6 +53,7 @@ class Progress:
         self._total, self._window, self._step = total, initial, initial
         self._stream = _Stream(stream)
         self._clock = clock
+        self._show = _PLAIN | {"tokens_per_s": lambda v: f"{_or_dash(v, ',.0f')} {item}s/s"}
         self._first: tuple[int, float] | None = None  # window and second of this run's first update
         self._last_s = 0.0
         self._shown: dict[str, float | int | None] = {}  # the newest value of each name
@@ -120,7 +123,7 @@ class Progress:
 
     def _plain(self, record: Record) -> str:
         parts = [f"step {self._step}/{self._total}"]
-        for name, show in _PLAIN.items():
+        for name, show in self._show.items():
             if name in record and (name != "mfu" or record[name] is not None):  # most chips at hand have none
                 parts.append(show(record[name]))
         if skipped := record.get("skipped_steps"):
@@ -142,11 +145,11 @@ class Progress:
         after = {"eta": f"eta {_duration(self._eta_s())}"}
         for name in ("loss", "tokens_per_s", "mfu"):
             if self._shown.get(name) is not None:
-                after[name] = _PLAIN[name](self._shown[name])
-        if (bits := self._shown.get("eval/bits_per_byte")) is not None:
-            after["eval"] = f"eval {bits:.3f} bits/byte"
-        elif (loss := self._shown.get("eval/loss")) is not None:
-            after["eval"] = f"eval {loss:.4f}"
+                after[name] = self._show[name](self._shown[name])
+        for name, spec in _SCORES.items():
+            if (value := self._shown.get(f"eval/{name}")) is not None:
+                after["eval"] = f"eval {value:{spec[0]}}{spec[1]}"
+                break
         for least_missed in ("mfu", "tokens_per_s", "eval", "loss", "eta"):
             room = width - len(before) - len("  ".join(after.values())) - 2
             if room >= _BAR_WIDTHS[0]:
@@ -298,6 +301,11 @@ _PLAIN: dict[str, Callable[[float | int | None], str]] = {
     "loss": lambda v: f"loss {_or_dash(v, '.4f')}",
     "learning_rate": lambda v: f"lr {_or_dash(v, '.1e')}",
     "grad_norm": lambda v: f"grad {_or_dash(v, '.2f')}",
-    "tokens_per_s": lambda v: f"{_or_dash(v, ',.0f')} tok/s",
+    "tokens_per_s": lambda v: f"{_or_dash(v, ',.0f')} tokens/s",
     "mfu": lambda v: f"mfu {_or_dash(v, '.1%')}",
+}
+_SCORES = {  # the first that an evaluation has is what the bar shows
+    "bits_per_byte": (".3f", " bits/byte"),
+    "accuracy": (".1%", " accuracy"),
+    "loss": (".4f", ""),
 }

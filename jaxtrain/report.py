@@ -10,7 +10,7 @@ import jax
 
 from jaxtrain import metrics, plot, progress, rng
 from jaxtrain.assemble import Experiment
-from jaxtrain.data import ngram, text
+from jaxtrain.data import text
 from jaxtrain.loop import Outcome
 from jaxtrain.models.sampling import sample
 from jaxtrain.state import TrainState
@@ -30,30 +30,31 @@ def finish(
         command: how the user calls ``jaxtrain``.
     """
     say = functools.partial(progress.say, stream=stream)
-    corpus, config = experiment.corpus, experiment.config
-    bits = {
-        "this model": outcome.evaluation["eval/bits_per_byte"],
-        "bigram model": ngram.bigram_bits_per_byte(corpus.train, corpus.held_out),
-        "unigram model": ngram.unigram_bits_per_byte(corpus.train, corpus.held_out),
-    }
-    baselines = {name: value for name, value in bits.items() if name != "this model"}
+    config, score = experiment.config, experiment.task.score
+    baselines = experiment.data.baselines()
+    scores = {"this model": outcome.evaluation[f"eval/{score.name}"], **baselines}
     picture = workdir / "loss.png"
     title = f"{config.model.name}, {outcome.step:,} steps"
-    plot.loss_curve(metrics.read_jsonl(workdir / "metrics.jsonl"), picture, baselines, title)
+    records = metrics.read_jsonl(workdir / "metrics.jsonl")
+    plot.loss_curve(records, picture, baselines, title, score.name, score.title, score.per_nat)
     rows = f"{len(experiment.held_out.source):,} held-out rows"
     if config.eval.rows:
-        rows += ", spread over the held-out text; the n-gram models on all of it"
-    say(f"\nbits per byte on {rows} (lower is better):")
-    width = max(map(len, bits))
-    for name, value in bits.items():
+        rows += ", spread over the held-out data; the simple models on all of it"
+    say(f"\n{score.title} on {rows} ({score.better} is better):")
+    width = max(map(len, scores))
+    for name, value in scores.items():
         say(f"  {name:<{width}}  {value:.3f}")
     say(f"\nloss curve   {picture}\ncheckpoints  {workdir / 'checkpoints'}\ngoodput      {workdir / 'goodput.json'}")
+    again = f"--workdir={shlex.quote(str(workdir))}"
+    if not experiment.task.continues:
+        say(f"\nnext: {command} eval {again}")
+        return
     c = config.sample
     if c.tokens:
         tokens = min(c.tokens, room(experiment, c.prompt))
         shown = sample_text(experiment, outcome.state, c.prompt, c.tokens, c.temperature, config.seed)
         say(f"\na sample of up to {tokens} tokens:\n" + "\n".join("  | " + line for line in shown.split("\n")))
-    say(f"\nnext: {command} sample --workdir={shlex.quote(str(workdir))} --prompt='class '")
+    say(f"\nnext: {command} sample {again} --prompt='class '")
 
 
 def sample_text(

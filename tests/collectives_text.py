@@ -26,8 +26,8 @@ class Collective(NamedTuple):
 def collectives(text: str) -> dict[str, list[Collective]]:
     """``{"loop": ..., "once": ...}`` of an HLO text: those reachable from a while loop's body, and the others.
 
-    A TPU's ``all-reduce-scatter`` fusion, written as an all-reduce and a slice, is the reduce-scatter that it runs as; a
-    gather that is fused step by step into what runs beside it stands there many times, under one channel.
+    A TPU's ``all-reduce-scatter`` fusion, written as an all-reduce and a slice, is the reduce-scatter that it runs as;
+    a gather that is fused step by step into what runs beside it stands there many times, under one channel.
     """
     computations: dict[str, list[str]] = {}
     name = ""

@@ -55,7 +55,7 @@ def main() -> None:
             config.assign(c, key, value)
         c = config.resolve(c)
         program = assemble.make_program(c, sharding.make_mesh(**axes, devices=devices))
-        compiled = program.lower(program.batch_struct(assemble.example_batch(c))).compile()
+        compiled = program.lower(program.batch_struct(assemble.example_batch(c, program.mesh))).compile()
         text = compiled.as_text()
         if told["target"] == "cpu":
             (dumped,) = (directory / "dump").glob("*jit_step*after_spmd-partitioning*")

@@ -14,6 +14,7 @@ from jaxtrain.config import ConfigError
 from jaxtrain.data import text
 from jaxtrain.precision import Precision
 from jaxtrain.step import Contribution
+from jaxtrain.tasks import language
 
 TINY = {
     "model.layers": 1, "model.d_model": 16, "model.heads": 2, "model.kv_heads": 1, "model.d_ff": 32,
@@ -50,23 +51,23 @@ def test_the_whole_experiment_has_the_numbers_of_its_config(texts):
     # embedding and head 320 x 16, query and out 16 x 16, key and value 16 x 8, three of 16 x 32, three norms of 16
     parameters = 2 * 5120 + 2 * 256 + 2 * 128 + 3 * 512 + 3 * 16
     assert sum(x.size for x in jax.tree.leaves(e.program.abstract_state.params)) == parameters == 12592
-    assert e.flops_per_sample == 16 * (6 * (5120 + 512 + 256 + 1536) + 12 * 16 * 16)
+    assert e.task.flops_per_row == 16 * (6 * (5120 + 512 + 256 + 1536) + 12 * 16 * 16)
     assert dict(e.program.mesh.shape) == {"slice": 1, "data": 1, "fsdp": 8, "tensor": 1}
     assert (e.program.accumulation.k, e.program.nonfinite.what, e.program.nonfinite.max_consecutive) == (2, "micro", 7)
     assert e.program.abstract_state.ema is not None
-    train, held_out = e.corpus.train.size, e.corpus.held_out.size
+    train, held_out = e.data.train.stream.size, e.data.held_out.stream.size
     assert (train + held_out, held_out % 101) == (8 * 101, 0)
     assert len(e.batches.source) == -(-(train - 1) // 16)
     assert len(e.held_out.source) == -(-(held_out - 1) // 16)
     batch = next(e.batches.at(0))
     assert {name: (x.shape, x.dtype) for name, x in batch.items()} == {
-        name: (struct.shape, struct.dtype) for name, struct in assemble.example_batch(e.config).items()
+        name: (struct.shape, struct.dtype) for name, struct in assemble.example_batch(e.config, e.program.mesh).items()
     }
     lines = "\n".join(e.describe())
     assert "12,592 parameters" in lines
     assert "8 rows x 16 tokens x 2 micro-batches = 256 tokens a step" in lines
     assert "fsdp=8" in lines
-    assert e.corpus.fingerprint[:12] in lines
+    assert e.data.fingerprint[:12] in lines
 
 
 def test_a_step_uses_the_optimizer_and_schedule_of_the_config(texts):
@@ -149,7 +150,7 @@ def test_layers_are_scanned_unless_few_on_a_cpu(layers, scan, platform, wanted):
     c.model.layers, c.model.scan_layers = layers, scan
     abstract = AbstractMesh((1,) * 4, sharding.AXES, axis_types=(AxisType.Auto,) * 4)
     mesh = abstract if platform == "abstract" else sharding.make_mesh()
-    assert assemble.model_config(config.resolve(c), mesh).scan_layers is wanted
+    assert language.model_config(config.resolve(c), mesh).scan_layers is wanted
 
 
 def test_every_model_key_reaches_the_model():
@@ -159,19 +160,19 @@ def test_every_model_key_reaches_the_model():
         "rope_theta": 5e5, "tied_embeddings": True, "remat": "dots", "attention": "cudnn", "vocab_size": 384,
     }  # fmt: skip
     assert {f"model.{name}" for name in wanted} | {"model.name", "model.scan_layers"} == {
-        name for name in config.KEYS if name.startswith("model.")
+        name for name, key in config.KEYS.items() if name.startswith("model.") and "resnet" not in key.of
     }
     for name, value in wanted.items():
         config.assign(c, f"model.{name}", value)
     with pytest.raises(
         config.ConfigError, match=r"attention=cudnn needs NVIDIA GPUs, and the devices are cpu; use xla"
     ):
-        assemble.model_config(config.resolve(c), sharding.make_mesh())
+        language.model_config(config.resolve(c), sharding.make_mesh())
     abstract = AbstractMesh((1,) * 4, sharding.AXES, axis_types=(AxisType.Auto,) * 4)
-    made = assemble.model_config(config.resolve(c), abstract)
+    made = language.model_config(config.resolve(c), abstract)
     assert {name: getattr(made, name) for name in wanted} == wanted
     c.model.vocab_size, c.model.attention = 0, "xla"
-    assert assemble.model_config(config.resolve(c), sharding.make_mesh()).vocab_size == 320
+    assert language.model_config(config.resolve(c), sharding.make_mesh()).vocab_size == 320
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ def test_text_that_cannot_be_used_is_a_sentence(tmp_path, content, match):
 
 def test_the_remedies_help(texts):
     (texts / "latin.txt").write_bytes(b"caf\xe9")
-    assert build(texts, data__skip_non_utf8=True).corpus.skipped == ("latin.txt",)
+    assert "1 files not UTF-8" in build(texts, data__skip_non_utf8=True).data.about
 
 
 def test_the_remedy_for_one_document_helps(tmp_path):
@@ -239,9 +240,9 @@ def test_the_remedy_for_one_document_helps(tmp_path):
     with pytest.raises(ValueError, match="one document") as caught:
         build(tmp_path)
     if "held_out_fraction=0" in str(caught.value):
-        assert build(tmp_path, data__held_out_fraction=0.0).corpus.train.size == 501
+        assert build(tmp_path, data__held_out_fraction=0.0).data.train.stream.size == 501
     (tmp_path / "b.txt").write_bytes(b"y" * 500)
-    assert len(build(tmp_path).corpus.held_out_documents) == 1
+    assert "held out 1 documents" in build(tmp_path).data.about
 
 
 def test_a_batch_that_does_not_divide_is_told_before_any_text_is_read(monkeypatch, texts):

@@ -10,15 +10,16 @@ from ml_collections import ConfigDict
 
 from jaxtrain import cli, config
 from jaxtrain.config import KEYS, ConfigError
+from jaxtrain.horizon import Batching
 
 ZERO_OR_MORE = (
     "model.vocab_size", "optim.schedule_steps", "optim.warmup_steps", "nonfinite.max_consecutive",
     "checkpoint.every_steps", "eval.every_steps", "eval.rows", "sample.tokens", "seed",
-    "optim.decay_steps", "loss.vocab_chunks",
+    "optim.decay_steps",
 )  # fmt: skip
 ONE_OR_MORE = (
     "steps", "log_every_steps", "data.micro_batch_size", "model.layers", "model.d_model", "model.heads",
-    "model.kv_heads", "model.d_ff", "accumulation.k", "checkpoint.keep_last",
+    "model.kv_heads", "model.d_ff", "accumulation.k", "checkpoint.keep_last", "model.stages", "loss.vocab_chunks",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "data.held_out_fraction", "model.dropout", "optim.learning_rate", "optim.end_learning_rate", "optim.b1", "optim.b2",
@@ -33,11 +34,16 @@ RESUMABLE = {
     "sample.temperature", "loss.vocab_chunks",
 }  # fmt: skip
 CHOICES = {
-    "model.name": "transformer", "model.remat": "none attention dots full", "model.attention": "xla cudnn",
+    "data.name": "text digits", "model.name": "transformer mlp resnet", "model.running_stats": "sequential pooled",
+    "model.remat": "none attention dots full", "model.attention": "xla cudnn",
     "model.scan_layers": "auto yes no", "accumulation.mechanism": "multisteps scan scan_deferred",
     "optim.name": "adamw sgd lion adafactor muon",
     "optim.schedule": "constant linear warmup_cosine warmup_stable_decay inverse_sqrt",
     "precision.compute": "bfloat16 float32 float16",    "nonfinite.skip": "window micro",
+}  # fmt: skip
+NEEDS = {  # what else a choice asks for
+    "digits": {"model__name": "mlp"}, "mlp": {"data__name": "digits"}, "resnet": {"data__name": "digits"},
+    "pooled": {"data__name": "digits", "model__name": "resnet"},
 }  # fmt: skip
 NUMBERS = [name for name, key in KEYS.items() if type(key.default) in (int, float)]
 
@@ -125,7 +131,7 @@ def test_choices_are_listed_and_the_nearest_is_suggested():
         refused(name, "zzz", rf"^config: {name}='zzz' is not one of {listed}\.$")
         refused(name, choices.split()[-1][:-1], rf"^config: {name}='\w+' is not one of {listed}; did you mean \w+\?$")
         for value in choices.split():
-            config.resolve(made(**{name.replace(".", "__"): value}))
+            config.resolve(made(**NEEDS.get(value, {}), **{name.replace(".", "__"): value}))
 
 
 # ---- the command line's texts ------------------------------------------------------------------------------------
@@ -156,7 +162,10 @@ def test_an_override_is_parsed_by_the_keys_type(name, text, value):
 
 @pytest.mark.parametrize(
     ("name", "text", "kind"),
-    [("steps", text, "a whole number") for text in ("1.0", "1e-3", "1.5e3", "0x10", "inf", "nan", "", "ten", "1,000")]
+    [
+        ("log_every_steps", text, "a whole number")
+        for text in ("1.0", "1e-3", "1.5e3", "0x10", "inf", "nan", "", "ten", "1,000")
+    ]
     + [("optim.learning_rate", text, "a number") for text in ("", "fast", "1e", "3-4")]
     + [("data.shuffle", text, "true or false") for text in ("yes", "", "2", "None")],
 )
@@ -208,8 +217,8 @@ def test_a_typo_on_a_config_is_an_error(make):
     for node, name in ((c, "step"), (c.optim, "learning_rat"), (c.mesh, "tensors")):
         with pytest.raises(AttributeError, match=r"Did you mean|does not exist"):
             setattr(node, name, 1)
-    with pytest.raises(TypeError, match="steps"):
-        c.steps = "many"
+    with pytest.raises(TypeError, match="every_steps"):
+        c.eval.every_steps = "many"
     with pytest.raises(TypeError, match="shuffle"):
         c.data.shuffle = "no"
 
@@ -310,8 +319,9 @@ def test_a_good_file_with_an_argument_and_overrides(load, tmp_path):
     [
         ("c.optim.learning_rat = 1e-3", r"line 4: c\.optim\.learning_rat = 1e-3: .* Did you mean \"learning_rate\""),
         ("c.optmi.b1 = 0.5", r"line 4: c\.optmi\.b1 = 0\.5: .*optmi.* Did you mean \"optim\""),
-        ("c.steps = 1.5", r"line 4: c\.steps = 1\.5: .*steps.*float.*int"),
-        ("c.steps = '5'", r"line 4: .*steps.*str.*int"),
+        ("c.log_every_steps = 1.5", r"line 4: c\.log_every_steps = 1\.5: .*steps.*float.*int"),
+        ("c.steps = 1.5", r"steps=1\.5 is float, not a whole number"),
+        ("c.steps = '5'", r"steps='5' is not a number or a length: write"),
         ("c.data.paths = 'x'", r"line 4: .*paths.*str.*tuple"),
         ("c.data.paths = ('x', 3)", r"data\.paths=\('x', 3\) is .*list of texts"),
         ("c.model = 3", r"line 4: c\.model = 3: .*model"),
@@ -362,3 +372,74 @@ def test_overrides_win_over_the_file_and_are_checked_after_it(load):
         load(stepz="7")
     with pytest.raises(ConfigError, match=r"optim\.warmup_steps=9 must be less than the horizon of 7"):
         load("c.optim.warmup_steps = 9", steps="7")
+
+
+# ---- lengths, batch-size warm-up, and what reads a key -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.length])
+def test_a_length_is_a_number_of_steps_or_a_text(name):
+    given = config.resolve(config.override(made(steps="9 epochs"), {name: "2 epochs"}))
+    assert config.flat(given)[name] == "2 epochs"
+    assert config.counts_epochs(given)
+    for text in ("two epochs", "2", "2 weeks", "-1 epochs", "1e400 tokens", ""):
+        refused(name, text, rf"^config: {name}='{text}' is not a number or a length: write '300', '2 epochs'")
+    with pytest.raises(ConfigError, match=rf"^config: {name}='1.5' is not a number or a length"):
+        config.override(config.default(), {name: "1.5"})
+
+
+def test_lengths_become_steps():
+    """Windows of 2 x 4 rows of 8 tokens, 100 rows an epoch: 64 tokens a window, 12.5 windows an epoch."""
+    c = config.resolve(
+        made(steps="4 epochs", optim__schedule="warmup_stable_decay", optim__warmup_steps="80 samples",
+             optim__decay_steps="640 tokens")
+    )  # fmt: skip
+    batching = Batching(rows=4, k=2, weight_per_row=8, epoch_rows=100)
+    got = config.in_steps(c, batching)
+    assert (got.steps, got.optim.schedule_steps, got.optim.warmup_steps, got.optim.decay_steps) == (50, 50, 10, 10)
+    assert config.in_steps(got, batching) == got
+    assert not config.counts_epochs(got)
+    warm = dataclasses.replace(batching, warmup=((10, 1),))  # 10 windows of 4 rows, then 8 rows each
+    got = config.in_steps(c, warm)
+    assert (got.steps, got.optim.warmup_steps, got.optim.decay_steps) == (10 + 45, 10 + 5, 10)
+    with pytest.raises(ConfigError, match=r"^config: steps='4 epochs' needs the data to be counted"):
+        config.in_steps(c, dataclasses.replace(batching, epoch_rows=None))
+    with pytest.raises(ConfigError, match=r"^config: steps='4 samples' is 1 micro-batches of 4 rows, and a window tak"):
+        config.in_steps(config.resolve(made(steps="4 samples")), batching)
+    with pytest.raises(
+        ConfigError, match=r"^config: optim\.warmup_steps=100 must be less than the horizon of 50 steps"
+    ):
+        config.in_steps(config.resolve(made(steps="4 epochs", optim__warmup_steps="8 epochs")), batching)
+
+
+def test_batch_size_warm_up_is_stages_that_follow_one_another():
+    c = config.resolve(config.override(made(accumulation__k=4), {"accumulation.warmup": "100:1,300:2"}))
+    assert config.warmup_stages(c) == ((100, 1), (300, 2))
+    assert config.warmup_stages(config.resolve(config.default())) == ()
+    for text in ("100", "100:1:2", "a:1", "100:"):
+        refused(
+            "accumulation.warmup", (text,), r"^config: accumulation\.warmup=\S+ is no list of WINDOW:K; 100:1,300:2"
+        )
+    for stages in (("300:1", "100:2"), ("100:1", "100:2"), ("0:1",), ("100:0",), ("-5:1",), ("100:1048577",)):
+        refused(
+            "accumulation.warmup", stages, r"windows rise from stage to stage, and each takes 1 or more micro-batches"
+        )
+    c = made(accumulation__warmup=("100:1",), accumulation__mechanism="scan")
+    with pytest.raises(ConfigError, match=r"accumulation\.warmup=100:1 needs accumulation\.mechanism=multisteps"):
+        config.resolve(c)
+
+
+def test_a_key_that_nothing_reads_is_refused():
+    digits = {"data__name": "digits", "model__name": "resnet"}
+    config.resolve(made(**digits, model__running_stats="pooled", model__stages=2))
+    for name, value in {"model.heads": 8, "data.paths": ("a",), "loss.z": 0.1, "sample.tokens": 3}.items():
+        with pytest.raises(
+            ConfigError, match=rf"^config: {name}=.* would do nothing: only (transformer|text) reads it"
+        ):
+            config.resolve(made(**digits, **{name.replace(".", "__"): value}))
+    refused(
+        "model.stages", 2, r"model\.stages=2 would do nothing: only resnet reads it, and this is model\.name=transform"
+    )
+    refused("data.name", "digits", r"model\.name=transformer does not read data\.name=digits; choose mlp or resnet\.$")
+    for name, key in KEYS.items():
+        assert {*key.of} <= {"text", "digits", "transformer", "mlp", "resnet"}, name

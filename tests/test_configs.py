@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from jaxtrain import assemble, cli, config, paths, sharding
+from jaxtrain.horizon import Batching
 
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = sorted(path for path in (ROOT / "configs").glob("*.py"))
@@ -22,6 +23,7 @@ NAMES = [path.stem for path in FILES]
 LLAMA_8B = (
     8.03e9  # parameters; Llama Team 2024, "The Llama 3 Herd of Models" (arXiv 2407.21783), table 3, and the model card
 )
+EPOCH_ROWS = 1438  # of the digits' training side
 NUMBER = r"([\d,]*\.?\d+)"
 UNITS = {"M": 1e6, "G": 1e9}
 
@@ -48,7 +50,9 @@ def programs():
             c = loaded(name)
             sizes = tuple(max(c.mesh[axis], 1) for axis in sharding.AXES)
             mesh = AbstractMesh(sizes, sharding.AXES, axis_types=(AxisType.Auto,) * len(sizes))
-            made[name] = c, assemble.make_program(c, mesh)
+            task = assemble.make_task(c, mesh)
+            batching = Batching(c.data.micro_batch_size, c.accumulation.k, (), task.weight_per_row, EPOCH_ROWS)
+            made[name] = c, assemble.make_program(config.in_steps(c, batching), mesh)
         return made[name]
 
     return make
@@ -92,10 +96,12 @@ def test_the_docstring_gives_command_hardware_batch_and_result(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_batch_arithmetic_is_right_and_the_configs(name):
     c, text = loaded(name), docstring(name)
-    match = re.search(rf"{NUMBER} rows x {NUMBER} tokens x {NUMBER} micro-batch(?:es)? = {NUMBER} tokens a step", text)
-    rows, length, k, tokens = map(number, match.groups())
-    assert (rows, length, k) == (c.data.micro_batch_size, c.data.sequence_length, c.accumulation.k)
-    assert tokens == rows * length * k
+    item = {"text": f"{NUMBER} tokens x ", "digits": ""}[c.data.name]
+    match = re.search(rf"{NUMBER} rows x {item}{NUMBER} micro-batch(?:es)? = {NUMBER} (?:token|image)s a step", text)
+    rows, *length, k, tokens = map(number, match.groups())
+    assert (rows, k) == (c.data.micro_batch_size, c.accumulation.k)
+    assert length == [c.data.sequence_length] * (c.data.name == "text")
+    assert tokens == rows * math.prod(length) * k
     for steps, total, unit in re.findall(rf"{NUMBER} steps = {NUMBER} ([MG])", text):
         assert number(steps) == c.steps
         assert number(total) == pytest.approx(c.steps * tokens / UNITS[unit], abs=0.051)
@@ -106,7 +112,7 @@ def test_the_memory_arithmetic_is_right_and_the_programs(name, programs):
     c, program = programs(name)
     parameters = sum(x.size for x in jax.tree.leaves(program.abstract_state.params))
     sums = re.findall(rf"(\d+) B x {NUMBER} ([MG])(?: / (\d+))? = {NUMBER} GB", docstring(name))
-    assert sums or name == "quickstart"
+    assert sums or name in ("quickstart", "digits_resnet")
     for each, count, unit, shards, total in sums:
         assert number(count) * UNITS[unit] == pytest.approx(parameters, rel=0.01)
         assert int(shards or 1) == max(c.mesh.fsdp, 1)
@@ -119,11 +125,12 @@ def test_the_memory_arithmetic_is_right_and_the_programs(name, programs):
 def test_the_step_is_traced_on_the_configs_mesh_without_any_device(name, programs):
     """Shapes, shardings and divisibility hold on a mesh that nobody has here."""
     c, program = programs(name)
-    batch = program.batch_struct(assemble.example_batch(c))
+    batch = program.batch_struct(assemble.example_batch(c, program.mesh))
     state, metrics = jax.eval_shape(program.step, program.abstract_state, batch)
     assert not paths.differences(program.abstract_state, state)
     assert {"loss", "grad_norm", "learning_rate"} <= set(metrics.value_names)
-    rows = batch["tokens"].sharding.shard_shape(batch["tokens"].shape)[0]
+    leaf = batch["weights"]
+    rows = leaf.sharding.shard_shape(leaf.shape)[0]
     assert rows * max(c.mesh.slice, 1) * max(c.mesh.data, 1) * max(c.mesh.fsdp, 1) == c.data.micro_batch_size
 
 
@@ -131,7 +138,7 @@ def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "digits_resnet"])
 def test_the_state_is_spread_evenly_over_the_shards(name, programs):
     """fp32 masters and two moments: 12 bytes a parameter, 16 with the accumulator of ``MultiSteps``."""
     c, program = programs(name)

@@ -97,7 +97,7 @@ def test_a_whole_run_in_a_pipe(whole):
     assert [line.split()[0] for line in told[:5]] == ["model", "batch", "optim", "mesh", "text"]
     steps = [line for line in told if re.match(rf"step \d+/{STEPS}  loss", line)]
     assert len(steps) == STEPS
-    assert all(re.search(r"loss \d\.\d{4}  lr \S+  grad \S+  [\d,]+ tok/s  eta ", line) for line in steps)
+    assert all(re.search(r"loss \d\.\d{4}  lr \S+  grad \S+  [\d,]+ tokens/s  eta ", line) for line in steps)
     assert len([line for line in told if re.match(rf"step \d+/{STEPS}  eval loss", line)]) == 3
     bits = dict(re.findall(r"^  (\w+ model) +(\d+\.\d{3})$", out, re.M))
     assert set(bits) == {"this model", "bigram model", "unigram model"}

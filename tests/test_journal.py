@@ -79,7 +79,9 @@ def experiment(log_every=1, device="NVIDIA H200", steps=100):
     )  # fmt: skip
     mesh = namespace(size=2, devices=namespace(flat=[namespace(device_kind=device)]))
     program = namespace(mesh=mesh, check=check)
-    return namespace(config=config, program=program, micro_batch_size=4, flops_per_sample=FLOPS_PER_SAMPLE)
+    return namespace(
+        config=config, program=program, micro_batch_size=4, task=namespace(flops_per_row=FLOPS_PER_SAMPLE, item="token")
+    )
 
 
 @pytest.fixture

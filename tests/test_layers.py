@@ -10,17 +10,18 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 LAYERS = {
-    **dict.fromkeys(("hardware", "prices", "cadence", "config"), 0),
+    **dict.fromkeys(("hardware", "prices", "cadence", "horizon", "config"), 0),
     **dict.fromkeys(("rng", "paths", "precision", "schedules", "sharding", "losses", "optim", "models"), 1),
     **dict.fromkeys(("state", "recipe", "step", "adapters", "async_sgd"), 2),
     **dict.fromkeys(("data", "prefetch", "checkpoint", "distributed", "preemption", "metrics", "progress"), 3),
     **dict.fromkeys(("plot", "goodput", "workdir"), 3),
     **dict.fromkeys(("plan", "cost"), 4),
-    "assemble": 5,
+    **dict.fromkeys(("tasks", "assemble"), 5),
     **dict.fromkeys(("loop", "async_loop", "evaluate", "journal", "report"), 6),
     **dict.fromkeys(("launch", "cli"), 7),
 }
 SAME_LAYER = {  # who may import whom inside a layer, as the table of docs/architecture.md says
+    "config": {"horizon"}, "assemble": {"tasks"},
     **{key: {"paths"} for key in ("optim", "precision", "sharding")},
     "recipe": {"state"}, "step": {"recipe", "state"}, "adapters": {"state"},
     **{key: {"workdir"} for key in ("goodput", "metrics", "plot")}, "progress": {"metrics"},

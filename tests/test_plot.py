@@ -25,8 +25,13 @@ def curves(figure, axes: int = 0) -> dict[str, tuple[list[float], list[float]]]:
     return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in figure.axes[axes].lines}
 
 
-def draw(records, baselines=None, title="", bytes_unit=True):
-    return plot._draw(records, baselines or {}, title, bytes_unit)
+BITS = ("bits_per_byte", "bits per byte", 1 / LN2)
+NATS = ("loss", "nats", 1.0)
+ACCURACY = ("accuracy", "accuracy", None)
+
+
+def draw(records, baselines=None, title="", score=BITS):
+    return plot._draw(records, baselines or {}, title, *score)
 
 
 def test_nats_become_bits_per_byte():
@@ -53,16 +58,30 @@ def test_nats_become_bits_per_byte():
 
 
 def test_without_bytes_the_axis_is_nats_and_bits_are_left_alone():
-    figure = draw([{"step": 4, "loss": 2.5, "eval/loss": 2.25, "eval/bits_per_byte": 9.0}], bytes_unit=False)
+    figure = draw([{"step": 4, "loss": 2.5, "eval/loss": 2.25, "eval/bits_per_byte": 9.0}], score=NATS)
     assert curves(figure) == {"training": ([4], [2.5]), "held-out (last: 2.250)": ([4], [2.25])}
-    assert figure.axes[0].get_ylabel() == "loss (nats per token)"
+    assert figure.axes[0].get_ylabel() == "loss (nats)"
     assert len(figure.axes) == 1, "no learning rate, no second panel"
     assert figure.axes[0].get_xlabel() == "step (optimizer updates)"
 
 
+def test_a_score_that_is_no_loss_has_axes_of_its_own_with_the_baselines():
+    records = [
+        {"step": 1, "loss": 2.0, "learning_rate": 0.5}, {"step": 2, "eval/loss": 1.5, "eval/accuracy": 0.75},
+        {"step": 3, "eval/loss": 1.0},
+    ]  # fmt: skip
+    figure = draw(records, {"majority": 0.1}, score=ACCURACY)
+    assert [axes.get_ylabel() for axes in figure.axes] == ["loss (nats)", "accuracy", "learning rate"]
+    assert curves(figure) == {"training": ([1], [2.0]), "held-out (last: 1.000)": ([2, 3], [1.5, 1.0])}
+    shown = curves(figure, 1)
+    assert shown.pop("held-out (last: 0.750)") == ([2], [0.75])
+    assert [y for _, y in shown.values()] == [[0.1, 0.1]]
+    assert figure.axes[2].get_xlabel() == "step (optimizer updates)"
+
+
 def test_a_long_run_has_a_light_raw_line_under_a_smoothed_one():
     losses = [1.0, 0.0] * 200
-    shown = curves(draw([{"step": i + 1, "loss": loss} for i, loss in enumerate(losses)], bytes_unit=False))
+    shown = curves(draw([{"step": i + 1, "loss": loss} for i, loss in enumerate(losses)], score=NATS))
     assert shown["training"][1] == losses
     smoothed = shown["training, smoothed"][1]
     assert shown["training, smoothed"][0] == list(range(1, 401))
@@ -88,18 +107,18 @@ def test_missing_and_non_finite_values_are_gaps():
         {"step": 4, "mfu": 0.5},
         {"step": 5, "loss": 2.0},
     ]
-    shown = curves(draw(records, bytes_unit=False))
+    shown = curves(draw(records, score=NATS))
     assert list(shown) == ["training"]
     assert shown["training"][0] == [1, 3, 5]
     np.testing.assert_array_equal(shown["training"][1], [1.0, np.nan, 2.0])
 
 
 @pytest.mark.parametrize("records", [[], [{"step": 0}], [{"step": 5, "loss": 2.0}], [{"step": 5, "eval/loss": 2.0}]])
-@pytest.mark.parametrize("bytes_unit", [True, False])
-def test_few_or_no_records_make_a_picture(tmp_path, records, bytes_unit):
+@pytest.mark.parametrize(("score", "height"), [(BITS, 660), (NATS, 660), (ACCURACY, 1020)])
+def test_few_or_no_records_make_a_picture(tmp_path, records, score, height):
     path = tmp_path / "new" / "loss.png"
-    loss_curve(iter(records), path, bytes_unit=bytes_unit)
-    assert png_size(path) == (1200, 660)
+    loss_curve(iter(records), path, None, "", *score)
+    assert png_size(path) == (1200, height)
     assert list(path.parent.iterdir()) == [path]
 
 

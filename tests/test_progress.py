@@ -67,9 +67,9 @@ def test_a_pipe_gets_one_plain_line_per_record():
         clock.now_s = 2.0
         p.update(RECORD | {"step": 130, "loss": float("nan"), "mfu": 0.4123, "skipped_steps": 2})
     assert out.getvalue().splitlines() == [
-        "step 110/1000  loss 2.3412  lr 3.0e-04  grad 0.81  12,345 tok/s  eta -",
-        "step 120/1000  loss 2.3412  lr 3.0e-04  grad 0.81  12,345 tok/s  eta 1m28s",
-        "step 130/1000  loss nan  lr 3.0e-04  grad 0.81  12,345 tok/s  mfu 41.2%  skipped 2  eta 1m27s",
+        "step 110/1000  loss 2.3412  lr 3.0e-04  grad 0.81  12,345 tokens/s  eta -",
+        "step 120/1000  loss 2.3412  lr 3.0e-04  grad 0.81  12,345 tokens/s  eta 1m28s",
+        "step 130/1000  loss nan  lr 3.0e-04  grad 0.81  12,345 tokens/s  mfu 41.2%  skipped 2  eta 1m27s",
     ]
 
 
@@ -236,9 +236,9 @@ def test_a_terminal_gets_one_bar_from_the_restored_step_on(terminal):
         p.update({"step": 511, "loss": 1.5, "tokens_per_s": 2e6})
         p.update({"step": 511, "eval/loss": 1.0, "eval/bits_per_byte": 1.4427})
     first, last = terminal.lines()[0], terminal.lines()[-1]
-    assert re.fullmatch(r"501/1000 [━╸╺]{40} eta -  loss 2.3412  12,345 tok/s  mfu 41.2%", first)
+    assert re.fullmatch(r"501/1000 [━╸╺]{40} eta -  loss 2.3412  12,345 tokens/s  mfu 41.2%", first)
     assert re.fullmatch(
-        r"511/1000 [━╸╺]+ eta 8m09s  loss 1.5000  2,000,000 tok/s  mfu 41.2%  eval 1.443 bits/byte", last
+        r"511/1000 [━╸╺]+ eta 8m09s  loss 1.5000  2,000,000 tokens/s  mfu 41.2%  eval 1.443 bits/byte", last
     )
     assert "\x1b[?25l" in terminal.getvalue(), "the cursor is hidden"
     assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("\x1b[?25l"), "and comes back"
@@ -290,9 +290,9 @@ def test_an_evaluation_in_nats_is_shown_where_there_are_no_bits(terminal):
 @pytest.mark.parametrize(
     ("width", "after"),
     [
-        (200, "eta -  loss 2.3412  12,345 tok/s  mfu 41.2%  eval 1.000 bits/byte"),
-        (85, "eta -  loss 2.3412  12,345 tok/s  mfu 41.2%  eval 1.000 bits/byte"),
-        (80, "eta -  loss 2.3412  12,345 tok/s  eval 1.000 bits/byte"),
+        (200, "eta -  loss 2.3412  12,345 tokens/s  mfu 41.2%  eval 1.000 bits/byte"),
+        (88, "eta -  loss 2.3412  12,345 tokens/s  mfu 41.2%  eval 1.000 bits/byte"),
+        (80, "eta -  loss 2.3412  12,345 tokens/s  eval 1.000 bits/byte"),
         (60, "eta -  loss 2.3412  eval 1.000 bits/byte"),
         (50, "eta -  loss 2.3412"),
         (30, "eta -"),

@@ -11,7 +11,9 @@ import jax
 import pytest
 
 from jaxtrain import report
+from jaxtrain.data import ngram
 from jaxtrain.data.text import token_stream
+from jaxtrain.tasks.task import Score
 
 START = 256
 
@@ -34,7 +36,15 @@ class Experiment:
         )  # fmt: skip
         self.program = namespace(view=self.view, has_ema=False)
         train, held_out = token_stream([b"aab" * 50]), token_stream([b"aab" * 4])
-        self.corpus = namespace(train=train, held_out=held_out)
+        self.task = namespace(
+            score=Score("bits_per_byte", "bits per byte", "lower", per_nat=1 / math.log(2)), continues=True
+        )
+        self.data = namespace(
+            baselines=lambda: {
+                "bigram model": ngram.bigram_bits_per_byte(train, held_out),
+                "unigram model": ngram.unigram_bits_per_byte(train, held_out),
+            }
+        )
         self.held_out = namespace(source=range(1234))
         monkeypatch.setattr(report, "sample", self.sample)
 

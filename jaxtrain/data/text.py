@@ -128,11 +128,11 @@ class RowTable:
     def __init__(self, stream: np.ndarray, sequence_length: int):
         if sequence_length < 1:
             raise ValueError(f"data.sequence_length={sequence_length}: must be at least 1")
-        self._stream = as_stream(stream)
+        self.stream = as_stream(stream)
         self.sequence_length = sequence_length
 
     def __len__(self) -> int:
-        return -(-(self._stream.size - 1) // self.sequence_length)
+        return -(-(self.stream.size - 1) // self.sequence_length)
 
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         return {name: leaf[0] for name, leaf in self.read_rows([row]).items()}
@@ -144,7 +144,7 @@ class RowTable:
         for i, row in enumerate(map(operator.index, rows)):
             if not 0 <= row < len(self):
                 raise IndexError(f"row {row} of a table of {len(self)} rows")
-            chunk = self._stream[row * length : (row + 1) * length + 1]
+            chunk = self.stream[row * length : (row + 1) * length + 1]
             filled[i] = chunk.size - 1
             tokens[i, : chunk.size - 1] = chunk[:-1]
             targets[i, : chunk.size - 1] = chunk[1:]

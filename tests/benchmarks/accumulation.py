@@ -47,7 +47,7 @@ class Side:
         for name, value in values.items():
             config.assign(c, name, value)
         self.program = assemble.make_program(config.resolve(c), sharding.make_mesh(**axes))
-        struct = self.program.batch_struct(assemble.example_batch(config.resolve(c)))
+        struct = self.program.batch_struct(assemble.example_batch(config.resolve(c), self.program.mesh))
         draw = np.random.default_rng(0)
         one = {
             "tokens": draw.integers(0, 256, (ROWS * K, LENGTH)), "targets": draw.integers(0, 256, (ROWS * K, LENGTH)),
