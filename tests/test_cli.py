@@ -115,9 +115,11 @@ BAD_FLAGS = {
     "unknown key": (["optim.learning_rat=1"], r"unknown key optim.learning_rat; did you mean optim.learning_rate\?"),
     "unknown key of a known group": (["mesh.banana=1"], r"unknown key mesh.banana; .*mesh.data"),
     "key without a group": (["dropout=0.1"], r"unknown key dropout; did you mean model.dropout\?"),
-    "word for a number": (["steps=many"], r"steps='many' is not a whole number"),
-    "fraction for a whole number": (["steps=1.5"], r"steps='1.5' is not a whole number"),
-    "empty for a number": (["steps="], r"steps='' is not a whole number"),
+    "word for a number": (["log_every_steps=many"], r"steps='many' is not a whole number"),
+    "fraction for a whole number": (["eval.rows=1.5"], r"rows='1.5' is not a whole number"),
+    "empty for a number": (["eval.rows="], r"eval.rows='' is not a whole number"),
+    "no length": (["steps=many"], r"steps='many' is not a number or a length: write '300', '2 epochs', '50k samples'"),
+    "less than a window": (["steps=1 sample"], r"steps='1 sample' is 0 micro-batches of \d+ rows, and a window takes"),
     "word for a switch": (["data.shuffle=maybe"], r"data.shuffle='maybe' is not true or false"),
     "not one of the choices": (["precision.compute=float64"], r"precision.compute='float64' is not one of bfloat16"),
     "out of bounds": (["model.dropout=1.5"], r"model.dropout=1.5 is outside 0 .. 0.99"),
@@ -164,7 +166,7 @@ BAD_FILES = {
     "returns a dict": ("def get_config(arg=''):\n    return {'steps': 3}\n", r"tiny.py.*get_config"),
     "takes no argument": ("def get_config():\n    return None\n", r"tiny.py.*get_config\(\) takes 0"),
     "unknown key": (SETS.format("c.optim.learning_rat = 1"), r"line 5: c.optim.learning_rat = 1: .*learning_rate"),
-    "mistyped value": (SETS.format("c.steps = 'ten'"), r"line 5: c.steps = 'ten': .*str"),
+    "mistyped value": (SETS.format("c.eval.rows = 'ten'"), r"line 5: c.eval.rows = 'ten': .*str"),
 }  # fmt: skip
 
 
@@ -328,7 +330,7 @@ def test_another_text(refused, config_file, copy, tmp_path):
     ]
     (moved / "0.txt").write_text("other text\n" * 200)
     before = contents(copy)
-    refused(r"the text has changed since checkpoint 6 was saved", *train, "--config.steps=9")
+    refused(r"the data has changed since checkpoint 6 was saved", *train, "--config.steps=9")
     assert contents(copy) == before
 
 

@@ -94,7 +94,7 @@ def test_a_whole_run_in_a_pipe(whole):
     assert "\x1b" not in out
     assert "\r" not in out
     told = out.splitlines()
-    assert [line.split()[0] for line in told[:5]] == ["model", "batch", "optim", "mesh", "text"]
+    assert [line.split()[0] for line in told[:5]] == ["model", "batch", "optim", "mesh", "data"]
     steps = [line for line in told if re.match(rf"step \d+/{STEPS}  loss", line)]
     assert len(steps) == STEPS
     assert all(re.search(r"loss \d\.\d{4}  lr \S+  grad \S+  [\d,]+ tokens/s  eta ", line) for line in steps)

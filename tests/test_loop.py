@@ -780,7 +780,7 @@ def test_another_text_is_refused_and_nothing_is_touched(base, tmp_path):
     other = assemble(tiny_config(write_corpus(tmp_path / "other", documents=5)))
     before = contents(tmp_path / "run")
     config = base.config  # the same paths, other bytes in them
-    with pytest.raises(ConfigError, match=r"text has changed since checkpoint 2 .* another --workdir"):
+    with pytest.raises(ConfigError, match=r"data has changed since checkpoint 2 .* another --workdir"):
         train(dataclasses.replace(other, config=config), tmp_path / "run")
     assert contents(tmp_path / "run") == before
 
