@@ -17,7 +17,7 @@ from jaxtrain.data import digits
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "digits_resnet.py"
 SMALL = {
-    "steps": "4", "data.micro_batch_size": "8", "model.d_model": "4", "model.stages": "2", "mesh.fsdp": "1",
+    "steps": "4", "data.micro_batch_size": "8", "model.d_model": "4", "model.stages": "1", "mesh.fsdp": "1",
     "optim.warmup_steps": "0", "log_every_steps": "1", "checkpoint.every_steps": "0", "eval.every_steps": "0",
     "eval.rows": "30",
 }  # fmt: skip
@@ -90,7 +90,7 @@ def test_a_resumed_classifier_is_the_unbroken_one(tmp_path, keys):
 
 
 def test_smoothing_is_of_training_only():
-    plain, smooth = (built(jax.devices()[:1], loss__label_smoothing=s) for s in (0.0, 0.5))
+    plain, smooth = (built(jax.devices()[:1], model__name="mlp", loss__label_smoothing=s) for s in (0.0, 0.5))
     (state, records), (_, smoothed) = by_hand(plain, 2), by_hand(smooth, 2)
     assert smoothed[1]["loss"] != records[1]["loss"]
     sums = [
