@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 from test_step_cases import linear, linear_program, rows, run
 
+from jaxtrain import sharding
 from jaxtrain.precision import LossScale, Precision, ScaleState
 
 
@@ -89,6 +91,63 @@ def test_overrides_reach_the_loss_and_their_gradients_are_exact():
     assert dtypes == {"w": jnp.bfloat16, "router": jnp.float32}
     assert float(state.params["router"]) == -third
     assert float(state.params["w"]) == -float(jnp.float32(third).astype(jnp.bfloat16)) != -third
+
+
+@pytest.mark.parametrize(
+    ("compute", "x", "bits"),
+    [
+        # sign 1, exponent 8, fraction 23
+        ("float32", 1.0, 0x3F800000), ("float32", -2.0, 0xC0000000), ("float32", 2.0**-126, 0x00800000),
+        # sign 1, exponent 5, fraction 10: the largest is 65504, the smallest subnormal 2**-24; ties go to even
+        ("float16", 1.0, 0x3C00), ("float16", -2.0, 0xC000), ("float16", 65504.0, 0x7BFF), ("float16", 65519.0, 0x7BFF),
+        ("float16", 65520.0, 0x7C00), ("float16", 2.0**-14, 0x0400), ("float16", 2.0**-24, 0x0001),
+        ("float16", 2.0**-25, 0x0000), ("float16", 1.5 * 2.0**-24, 0x0002), ("float16", 1 + 2.0**-10, 0x3C01),
+        ("float16", 1 + 2.0**-11, 0x3C00), ("float16", 1 + 3 * 2.0**-11, 0x3C02),
+        # sign 1, exponent 8, fraction 7: float32's range, three digits
+        ("bfloat16", 1.0, 0x3F80), ("bfloat16", -2.0, 0xC000), ("bfloat16", 65520.0, 0x4780),
+        ("bfloat16", 2.0**-126, 0x0080), ("bfloat16", 1 + 2.0**-7, 0x3F81), ("bfloat16", 1 + 2.0**-8, 0x3F80),
+        ("bfloat16", 1 + 3 * 2.0**-8, 0x3F82), ("bfloat16", 3.3895e38, 0x7F7F), ("bfloat16", 3.4e38, 0x7F80),
+    ],
+)  # fmt: skip
+def test_the_bits_of_the_compute_dtypes(compute, x, bits):
+    """IEEE 754 binary32 and binary16, and bfloat16, as a compiled cast of a float32 master gives them."""
+    got = np.asarray(jax.jit(Precision(compute).cast)({"w": jnp.float32(x)})["w"])
+    assert int(got.view(f"uint{8 * got.itemsize}")) == bits
+
+
+def test_an_overflow_halves_the_scale_and_changes_nothing_else_on_all_shards():
+    """One row of one micro-batch of a window overflows: parameters, optimizer, average, mutable state are as before."""
+
+    def loss(params, model_state, batch, key):
+        return linear(params, model_state, batch, key)._replace(model_state={"seen": model_state["seen"] + 1})
+
+    program = linear_program(
+        {"w": [0.5] * 8}, optax.adam(0.1), k=2, loss=loss, model_state={"seen": jnp.zeros(8)}, ema=0.9, clip_norm=1.0,
+        precision=Precision("float16", loss_scale=LossScale(2.0**15, growth_interval=2)), rules=[("w", P("fsdp"))],
+        mesh=sharding.make_mesh(data=2, fsdp=4),
+    )  # fmt: skip
+
+    def held(state):
+        snapshot = program.checkpoint_view(state)
+        assert snapshot.model_state["seen"].tolist() == state.model_state["seen"].tolist()
+        return [
+            np.asarray(x)
+            for x in jax.tree.leaves((snapshot.params, snapshot.opt_state, snapshot.model_state, snapshot.ema))
+        ]
+
+    good, bad = rows(*[[0.25] * 8] * 8), rows(*[[0.25] * 8] * 7, [0.25] * 7 + [30000.0])
+    state, records, _ = run(program, [good, good])
+    before = held(state)
+    assert (records[-1]["step"], float(state.scale.value), int(state.scale.good_windows)) == (1, 2.0**15, 1)
+    state, records, _ = run(program, [good, bad], state)
+    after = held(state)
+    assert all(was.tobytes() == now.tobytes() for was, now in zip(before, after, strict=True))
+    assert {float(shard.data) for shard in state.scale.value.addressable_shards} == {2.0**14}
+    assert int(state.scale.good_windows) == 0
+    last = records[-1]
+    assert (last["window"], last["step"], last["skipped_in_a_row"], last["micro_step"]) == (2, 1, 1, 4)
+    state, records, _ = run(program, [good, good], state)
+    assert (records[-1]["step"], records[-1]["loss_scale"], records[-1]["skipped_in_a_row"]) == (2, 2.0**14, 0)
 
 
 WEIGHTS = sorted(
