@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtrain import paths
+
 
 class Loss(NamedTuple):
     """What a loss function returns.
@@ -28,6 +30,41 @@ class Loss(NamedTuple):
 
 
 BITS_PER_NAT = 1 / math.log(2)
+MAX_METRICS = 32
+"""Of a loss function's own; fixed, so that a state can be born before any batch was seen."""
+
+
+def check(loss: Any, model_state: Any, taken: set[str]) -> None:
+    """Refuse, at the trace, what a step cannot add up: ``taken`` are metric names that are the step's own.
+
+    Raises:
+        TypeError: not a ``Loss`` of float32 scalars, or a model_state unlike the one given. ValueError: a taken name.
+    """
+    if not isinstance(loss, Loss):
+        raise TypeError(
+            f"loss_fn returned {type(loss).__name__}; return jaxtrain.step.Loss(total, weight), or wrap a function "
+            "that returns a scalar with jaxtrain.adapters.plain."
+        )
+    for name, pair in loss.metrics.items():
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(f"loss_fn: metrics[{name!r}] is {type(pair).__name__}; give a pair (sum, weight).")
+    scalars = {"total": loss.total, "weight": loss.weight}
+    scalars |= {f"metrics[{n!r}][{i}]": pair[i] for n, pair in loss.metrics.items() for i in (0, 1)}
+    for name, x in scalars.items():
+        if jnp.shape(x) != () or jnp.asarray(x).dtype != jnp.float32:
+            raise TypeError(
+                f"loss_fn: {name} is {jnp.asarray(x).dtype}{list(jnp.shape(x))}; it must be a float32 scalar: the "
+                "SUM over valid items (weight: how many)."
+            )
+    clash = sorted(taken & set(loss.metrics))
+    if clash:
+        raise ValueError(f"loss_fn: metrics named {', '.join(clash)} are the step's own; choose other names.")
+    if len(loss.metrics) > MAX_METRICS:
+        raise TypeError(f"loss_fn: {len(loss.metrics)} metrics; at most {MAX_METRICS} are carried.")
+    if loss.model_state is not None:
+        wrong = paths.differences(model_state, loss.model_state)
+        if wrong:
+            raise TypeError("loss_fn: the new model_state is unlike the one given:\n  " + "\n  ".join(wrong))
 
 
 def cross_entropy(

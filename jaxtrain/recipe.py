@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,93 +12,14 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import paths, rng
-from jaxtrain.losses import Loss
+from jaxtrain import losses, paths, rng
+from jaxtrain.losses import MAX_METRICS, Loss
 from jaxtrain.optim import Accumulation, Scan, Skip
 from jaxtrain.precision import Precision
+from jaxtrain.records import BUILTIN, Contribution, MergeStats, StepMetrics
 from jaxtrain.state import Counters, Snapshot, TrainState, Variables, View, WindowStart, add_tokens
 
 _NO_LEAF = -1
-BUILTIN = (
-    "loss", "weight", "grad_norm", "grad_norm_clipped", "loss_scale", "micro_step", "window", "step",
-    "skipped_in_a_row", "skipped_steps", "bad_leaf", "window_done", "tokens", "tokens_high", "tokens_low",
-)  # fmt: skip
-_MAX_METRICS = 32  # of a loss function's own; fixed, so that a state can be born before any batch was seen
-
-
-class MergeStats(NamedTuple):
-    """How the additive statistics of a window (``Loss.stats``) become model_state, once, at its end.
-
-    So BatchNorm's running statistics take one step a window from what all its micro-batches sum up to, where a
-    ``Loss.model_state`` moves with each of them.
-
-    Attributes:
-        zeros: ``model_state -> stats``: statistics of nothing, a pytree of float32 zeros.
-        merge: ``(model_state, stats summed over the window) -> model_state``; not used for a window that is skipped.
-    """
-
-    zeros: Callable[[Any], Any]
-    merge: Callable[[Any, Any], Any]
-
-
-class Contribution(NamedTuple):
-    """What one call of the step adds to its window; all finite (a bad micro-gradient arrives as zeros and ``bad``).
-
-    Attributes:
-        grads: gradient of the loss SUM, float32, shaped and sharded like the parameters; None for a frozen one.
-        weight, total: sums over the call's micro-batches, float32 scalars.
-        model_state: new mutable state of the model.
-        stats: sums of the loss function's additive statistics, float32, or None.
-        metrics: name -> (sum, weight), float32 scalars.
-        bad: how many micro-batches were not finite, float32 scalar, the same on all shards.
-        bad_leaf: int32: index of the first parameter (order of ``jax.tree.leaves``) with a non-finite gradient, or -1.
-        tokens: the weight rounded to int32.
-        count: micro-batches, int32: 1, or those of the window with ``Scan``.
-    """
-
-    grads: Any
-    weight: jax.Array
-    total: jax.Array
-    model_state: Any
-    stats: Any
-    metrics: Mapping[str, tuple[jax.Array, jax.Array]]
-    bad: jax.Array
-    bad_leaf: jax.Array
-    tokens: jax.Array
-    count: jax.Array
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["values", "counts"], meta_fields=["value_names", "count_names"]
-)
-@dataclasses.dataclass(frozen=True)
-class StepMetrics:
-    """One window's record as two small arrays, so that reading it is one transfer.
-
-    ``values`` float32: ``loss`` (mean over the window's weight, unscaled; NaN where it was skipped), ``weight``,
-    ``grad_norm`` (global, before clipping), ``grad_norm_clipped``, ``loss_scale``, what ``report`` names as applied,
-    the loss function's metrics. ``counts`` int32: ``micro_step``, ``window``, ``step``, ``skipped_in_a_row``,
-    ``bad_leaf``, ``window_done`` (0 inside a window: the values are not a record then), two words of ``tokens``.
-    """
-
-    values: jax.Array
-    counts: jax.Array
-    value_names: tuple[str, ...]
-    count_names: tuple[str, ...]
-
-    def __getitem__(self, name: str) -> jax.Array:
-        """One entry as a device scalar."""
-        if name in self.value_names:
-            return self.values[self.value_names.index(name)]
-        return self.counts[self.count_names.index(name)]
-
-    def to_host(self) -> dict[str, float | int]:
-        """All entries as Python numbers, with ``tokens`` and ``skipped_steps`` exact; waits for the step."""
-        values, counts = jax.device_get((self.values, self.counts))
-        record = dict(zip(self.value_names, values.tolist(), strict=True))
-        record |= dict(zip(self.count_names, counts.tolist(), strict=True))
-        high, low = record.pop("tokens_high") % 2**32, record.pop("tokens_low") % 2**32
-        return record | {"tokens": high * 2**32 + low, "skipped_steps": record["window"] - record["step"]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +83,7 @@ class Recipe:
         """The loss in compute dtype. The SHARD is cast, then gathered: fewer bytes on the wire."""
         compute = self.constrained(self.precision.cast(params), self.shardings)
         loss = self.loss_fn(compute, model_state, batch, key)
-        _check_loss(loss, model_state, {*BUILTIN, *self.report})
+        losses.check(loss, model_state, {*BUILTIN, *self.report})
         return loss if loss.model_state is not None else loss._replace(model_state=model_state)
 
     def check_stats(self, stats: Any, model_state: Any) -> None:
@@ -385,11 +306,11 @@ class Recipe:
 def _sums(
     grads: Any, weight: Any, bad: Any, total: Any, metrics: Mapping[str, tuple[Any, Any]], first_bad: Any, stats: Any
 ) -> dict[str, Any]:
-    """The tree that accumulates over a window; the loss function's metrics as one float32 [_MAX_METRICS, 2].
+    """The tree that accumulates over a window; the loss function's metrics as one float32 [MAX_METRICS, 2].
 
     ``first_bad`` is the index of the window's first bad leaf + 1, given once; 0 adds nothing.
     """
-    packed = jnp.zeros((_MAX_METRICS, 2), jnp.float32)
+    packed = jnp.zeros((MAX_METRICS, 2), jnp.float32)
     if metrics:
         packed = packed.at[: len(metrics)].set(jnp.stack([jnp.stack(metrics[name]) for name in sorted(metrics)]))
     scalars = {"weight": weight, "bad": bad, "total": total, "bad_leaf": first_bad}
@@ -410,34 +331,6 @@ def _row_major(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 def _floats(tree: Any) -> list[jax.Array]:
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
-
-
-def _check_loss(loss: Any, model_state: Any, taken: set[str]) -> None:
-    if not isinstance(loss, Loss):
-        raise TypeError(
-            f"loss_fn returned {type(loss).__name__}; return jaxtrain.step.Loss(total, weight), or wrap a function "
-            "that returns a scalar with jaxtrain.adapters.plain."
-        )
-    for name, pair in loss.metrics.items():
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise TypeError(f"loss_fn: metrics[{name!r}] is {type(pair).__name__}; give a pair (sum, weight).")
-    scalars = {"total": loss.total, "weight": loss.weight}
-    scalars |= {f"metrics[{n!r}][{i}]": pair[i] for n, pair in loss.metrics.items() for i in (0, 1)}
-    for name, x in scalars.items():
-        if jnp.shape(x) != () or jnp.asarray(x).dtype != jnp.float32:
-            raise TypeError(
-                f"loss_fn: {name} is {jnp.asarray(x).dtype}{list(jnp.shape(x))}; it must be a float32 scalar: the "
-                "SUM over valid items (weight: how many)."
-            )
-    clash = sorted(taken & set(loss.metrics))
-    if clash:
-        raise ValueError(f"loss_fn: metrics named {', '.join(clash)} are the step's own; choose other names.")
-    if len(loss.metrics) > _MAX_METRICS:
-        raise TypeError(f"loss_fn: {len(loss.metrics)} metrics; at most {_MAX_METRICS} are carried.")
-    if loss.model_state is not None:
-        wrong = paths.differences(model_state, loss.model_state)
-        if wrong:
-            raise TypeError("loss_fn: the new model_state is unlike the one given:\n  " + "\n  ".join(wrong))
 
 
 class relaxed:

@@ -12,16 +12,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain import optim, paths, rng, sharding
+from jaxtrain.intake import Intake
 from jaxtrain.losses import Loss
 from jaxtrain.optim import Accumulation, MultiSteps, Scan, Skip
 from jaxtrain.precision import Precision
-from jaxtrain.recipe import BUILTIN, Contribution, MergeStats, Recipe, StepMetrics, relaxed
+from jaxtrain.recipe import Recipe, relaxed
+from jaxtrain.records import BUILTIN, Contribution, MergeStats, StepMetrics
 from jaxtrain.sharding import DEFAULT_RULES, Rules
 from jaxtrain.state import Snapshot, TrainState, Variables, View
 
@@ -148,8 +149,7 @@ class Program:
         self.mesh, self.accumulation, self.nonfinite = recipe.mesh, recipe.accumulation, recipe.skip
         self.traces: dict[str, int] = {}
         self._traced: Any = None  # the step's arguments, as shapes
-        self._recipe, self._batch_axes = recipe, recipe.batch_axes
-        self._known_batches: set[tuple] = set()
+        self._recipe, self._intake = recipe, Intake(recipe.mesh, recipe.batch_axes, recipe.accumulation)
         self._metric_names: tuple[str, ...] = ()
         with relaxed():
             snapshot = jax.eval_shape(recipe.fresh, variables)
@@ -240,14 +240,14 @@ class Program:
         Raises:
             ValueError: ``B`` does not divide by the devices that split it, or there are more than k micro-batches.
         """
-        return self._step(state, *self._window(batch))
+        return self._step(state, *self._intake.window(batch))
 
     def grads(self, view: View, batch: Any, index: jax.typing.ArrayLike) -> Contribution:
         """What micro-batch number ``index`` (int) adds to its window; nothing is donated.
 
         With ``Scan`` the batch is a window, as ``step`` takes it, whose first micro-batch has that number.
         """
-        placed, count = self._window(batch)
+        placed, count = self._intake.window(batch)
         return self._grads(view, placed, jnp.int32(index), count)
 
     def apply(self, state: TrainState, contribution: Contribution) -> tuple[TrainState, StepMetrics]:
@@ -299,7 +299,7 @@ class Program:
         ``batch`` has leaves ``[B, ...]``, whatever the accumulation.
         Add the pairs of all batches, then divide: padding rows of weight 0 count for nothing.
         """
-        return self._evaluate(view, self._placed(batch, self.row_sharding))
+        return self._evaluate(view, self._intake.rows(batch))
 
     def check(self, record: Mapping[str, Any]) -> None:
         """Stop a run that only skips. ``record`` is ``StepMetrics.to_host()``.
@@ -360,82 +360,23 @@ class Program:
     @property
     def batch_sharding(self) -> NamedSharding:
         """Of every leaf of a batch that ``step`` takes: the rows of its micro-batches over the batch axes."""
-        return NamedSharding(self.mesh, P(None, self._batch_axes)) if self._stacked else self.row_sharding
+        return self._intake.batch_sharding
 
     @property
     def row_sharding(self) -> NamedSharding:
         """Of every leaf ``[B, ...]`` of a batch that ``evaluate`` takes: its leading dim over the batch axes."""
-        return NamedSharding(self.mesh, P(self._batch_axes))
-
-    @property
-    def _stacked(self) -> bool:
-        return isinstance(self.accumulation, Scan)
+        return self._intake.row_sharding
 
     def batch_struct(self, example: Any) -> Any:
         """``ShapeDtypeStruct`` with shardings for a batch like ``example`` (arrays or structs of GLOBAL shapes)."""
-        self._check_batch(example, self.batch_sharding)
-        dtype = jax.dtypes.canonicalize_dtype  # NumPy's int64 and float64 arrive as 32 bits
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, dtype(x.dtype), sharding=self.batch_sharding), example
-        )
+        return self._intake.struct(example)
 
     def lower(self, batch_struct: Any) -> jax.stages.Lowered:
         """The step lowered for its abstract state and a batch: for planning and inspection, without any array."""
-        count = jax.ShapeDtypeStruct((), jnp.int32) if self._stacked else None
+        count = jax.ShapeDtypeStruct((), jnp.int32) if isinstance(self.accumulation, Scan) else None
         return self._step.lower(self.abstract_state, batch_struct, count)
 
-    # ---- checks -------------------------------------------------------------------------------------------------
-
-    def _window(self, batch: Any) -> tuple[Any, np.int32 | None]:
-        """The batch on its devices; with ``Scan`` filled up to k micro-batches, and how many of them count."""
-        if not self._stacked:
-            return self._placed(batch, self.row_sharding), None
-        self._check_batch(batch, self.batch_sharding)
-        count, k = jnp.shape(jax.tree.leaves(batch)[0])[0], self.accumulation.k
-
-        def fill(x: Any) -> Any:
-            numpy = np if isinstance(x, np.ndarray) else jnp
-            return numpy.concatenate([x, numpy.repeat(x[-1:], k - count, axis=0)])
-
-        if count < k:
-            batch = jax.tree.map(fill, batch)
-        return self._placed(batch, self.batch_sharding), np.int32(count)
-
-    def _placed(self, batch: Any, target: NamedSharding) -> Any:
-        """The batch on its devices: host arrays are put there, so that both kinds share one compilation."""
-        self._check_batch(batch, target)
-
-        def put(x: Any) -> Any:
-            there = isinstance(x, jax.core.Tracer) or getattr(x, "committed", False)
-            return x if there else jax.device_put(x, target)
-
-        return jax.tree.map(put, batch)
-
-    def _check_batch(self, batch: Any, target: NamedSharding) -> None:
-        shapes = tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(batch))
-        if (shapes, target.spec) in self._known_batches:
-            return
-        shards, leading = sharding.axes_size(self.mesh, self._batch_axes), len(target.spec)
-        sizes = {shape[:leading] if len(shape) >= leading else None for shape in shapes}
-        if len(sizes) != 1 or None in sizes:
-            dims = (
-                "leading dim (rows of the micro-batch)" if leading == 1 else "two leading dims (k micro-batches, rows)"
-            )
-            raise ValueError(f"batch: every leaf needs the same {dims}, got {shapes}.")
-        *stacked, rows = sizes.pop()
-        if stacked and not 1 <= stacked[0] <= self.accumulation.k:
-            raise ValueError(
-                f"batch: {stacked[0]} micro-batches in a window of Scan(k={self.accumulation.k}); give 1 to "
-                f"{self.accumulation.k}, as leaves [k, rows, ...]."
-            )
-        if rows == 0 or rows % shards:
-            below = rows // shards * shards
-            near = f"{below} or {below + shards}" if below else f"{shards}"
-            raise ValueError(
-                f"batch: {rows} rows do not divide by the {shards} devices of mesh axes "
-                f"{', '.join(f'{a}={self.mesh.shape[a]}' for a in self._batch_axes)}; use {near} rows."
-            )
-        self._known_batches.add((shapes, target.spec))
+    # ---- traces -------------------------------------------------------------------------------------------------
 
     def _counted(self, name: str, function: Callable) -> Callable:
         @functools.wraps(function)
