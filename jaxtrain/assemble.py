@@ -17,7 +17,7 @@ from jaxtrain import config as config_lib
 from jaxtrain.config import ConfigError
 from jaxtrain.data.pipeline import Batches, InOrder, evenly_spaced
 from jaxtrain.horizon import Batching
-from jaxtrain.precision import Precision
+from jaxtrain.precision import LossScale, Precision
 from jaxtrain.step import MultiSteps, Program, Scan, Skip, build_train_step
 from jaxtrain.tasks import images, language
 from jaxtrain.tasks.task import Dataset, Task
@@ -206,4 +206,6 @@ def accumulation(config: ConfigDict) -> MultiSteps | Scan:
 
 def precision(config: ConfigDict) -> Precision:
     """The dtypes of a config."""
-    return Precision(config.precision.compute)
+    p = config.precision
+    scale = LossScale(p.loss_scale, p.dynamic, p.growth_windows)
+    return Precision(p.compute, overrides=p.overrides, loss_scale=scale)

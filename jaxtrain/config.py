@@ -27,7 +27,7 @@ class Key:
         low, high: bounds of a number, both allowed.
         free: True where a resumed run may change it without becoming another experiment.
         length: True where a text in samples, tokens or epochs may stand for a number of windows, see ``horizon``.
-        of: the models or kinds of data that read it, or empty: all.
+        of: the choices of ``_CHOOSE`` that read it, or empty: all.
     """
 
     default: Any
@@ -41,6 +41,8 @@ class Key:
 
 
 _MODELS = {"text": ("transformer",), "digits": ("mlp", "resnet")}  # which models know what to do with which data
+
+_CHOOSE = ("data.name", "model.name", "optim.name", "optim.schedule", "precision.compute")  # what other keys depend on
 
 KEYS: dict[str, Key] = {
     "seed": Key(0, "of parameters, dropout and shuffling", low=0, high=2**32 - 1),
@@ -127,16 +129,17 @@ KEYS: dict[str, Key] = {
     "optim.warmup_steps": Key(0, "steps of linear warm-up, a length as steps", low=0, length=True),
     "optim.decay_steps": Key(
         0,
-        "warmup_stable_decay: the last steps, that fall, a length as steps; 0: a fifth of the horizon",
+        "the last steps, that fall, a length as steps; 0: a fifth of the horizon",
         low=0,
         length=True,
+        of=("warmup_stable_decay",),
     ),
     "optim.end_learning_rate": Key(0.0, "at the horizon", low=0.0),
-    "optim.b1": Key(0.9, "adamw, lion, muon: decay of the first moment", low=0.0, high=1 - 1e-6),
-    "optim.b2": Key(0.95, "adamw, lion, muon: decay of the second moment", low=0.0, high=1 - 1e-6),
-    "optim.eps": Key(1e-8, "adamw, muon: added to the root of the second moment", low=1e-38),
+    "optim.b1": Key(0.9, "decay of the first moment", low=0.0, high=1 - 1e-6, of=("adamw", "lion", "muon")),
+    "optim.b2": Key(0.95, "decay of the second moment", low=0.0, high=1 - 1e-6, of=("adamw", "lion", "muon")),
+    "optim.eps": Key(1e-8, "added to the root of the second moment", low=1e-38, of=("adamw", "muon")),
     "optim.weight_decay": Key(0.0, "decoupled, times the rate; not on biases and norm scales; not with sgd", low=0.0),
-    "optim.momentum": Key(0.0, "sgd; muon: 0 means 0.95", low=0.0, high=1 - 1e-6),
+    "optim.momentum": Key(0.0, "of the gradients; muon: 0 means 0.95", low=0.0, high=1 - 1e-6, of=("sgd", "muon")),
     "optim.clip_norm": Key(1.0, "bound of the global gradient norm; 0: none", low=0.0),
     "optim.ema": Key(
         0.0, "decay, in steps, of a parameter average that is evaluated and sampled; 0: none", low=0.0, high=1 - 1e-6
@@ -149,6 +152,12 @@ KEYS: dict[str, Key] = {
     "precision.compute": Key(
         "bfloat16", "compute dtype; masters are float32", choices=("bfloat16", "float32", "float16")
     ),
+    "precision.overrides": Key((), "patterns of parameters that stay float32 in compute: router/,head/"),
+    "precision.loss_scale": Key(
+        2.0**15, "of a new run; a power of two keeps it exact", low=1.0, high=2.0**24, of=("float16",)
+    ),
+    "precision.dynamic": Key(True, "the loss scale doubles after good windows and halves after bad", of=("float16",)),
+    "precision.growth_windows": Key(2000, "good windows in a row before it doubles", low=1, of=("float16",)),
     "nonfinite.skip": Key("window", "what a non-finite micro-gradient leaves out", choices=("window", "micro")),
     "nonfinite.max_consecutive": Key(50, "skipped windows in a row before the run stops", low=0, free=True),
     "mesh.slice": Key(1, "groups of devices joined by DCN", low=-1, free=True),
@@ -363,12 +372,14 @@ def _model_suits_the_data(c: ConfigDict) -> None:
 
 
 def _every_key_is_read(c: ConfigDict) -> None:
-    for name, value in flat(c).items():
+    given = flat(c)
+    for name, value in given.items():
         key = KEYS[name]
-        if key.of and value != key.default and not {c.model.name, c.data.name} & {*key.of}:
+        if key.of and value != key.default and not {given[choice] for choice in _CHOOSE} & {*key.of}:
+            choice = next(choice for choice in _CHOOSE if key.of[0] in KEYS[choice].choices)
             raise ConfigError(
-                f"config: {name}={value} would do nothing: only {' and '.join(key.of)} reads it, and this is "
-                f"model.name={c.model.name} on data.name={c.data.name}; leave it at {key.default!r}."
+                f"config: {name}={value} would do nothing with {choice}={given[choice]}, only with "
+                f"{' and '.join(key.of)}; leave it at {key.default!r}."
             )
 
 

@@ -1,5 +1,7 @@
 """Names of a tree's leaves: ``layers/mlp/up/kernel``. Rules, overrides, masks and error texts all use these."""
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -40,3 +42,29 @@ def differences(wanted: Any, given: Any) -> list[str]:
 
 def _text(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else f"{type(leaf).__name__}, not an array"
+
+
+def chosen(what: str, patterns: Sequence[str], names: Sequence[str]) -> set[str]:
+    """The names that at least one pattern finds (``re.search``).
+
+    Args:
+        what: these patterns are called in an error.
+
+    Raises:
+        ValueError: no pattern at all for ``re``, or one that finds none of the names.
+    """
+    found: set[str] = set()
+    for pattern in patterns:
+        try:
+            new = {name for name in names if re.search(pattern, name)}
+        except re.error as error:
+            raise ValueError(f"{what}: {pattern!r} is no pattern ({error}).") from error
+        if not new:
+            raise ValueError(f"{what}: {pattern!r} chooses none of the {len(names)} parameters: {some(names)}.")
+        found |= new
+    return found
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of many names, for a sentence."""
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")

@@ -5,7 +5,6 @@ Nothing here knows a config, a loop, a file or a model library; ``jaxtrain.adapt
 
 import functools
 import math
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -97,6 +96,7 @@ def build_train_step(
     clash = sorted(set(BUILTIN) & set(report or ()))
     if clash:
         raise ValueError(f"report: {', '.join(clash)} are the step's own names; choose others.")
+    paths.chosen("precision: overrides", precision.overrides, list(is_trained))
     update = optim.window_update(optimizer, clip_norm, nonfinite)
     recipe = Recipe(
         loss_fn=loss_fn, init_fn=init_fn, update=update, accumulation=accumulation,
@@ -119,18 +119,12 @@ def _trained_by(trainable: Any, names: Sequence[str]) -> dict[str, bool]:
     if trainable is None:
         return dict.fromkeys(names, True)
     if callable(trainable):
-        choices = [("the function", {name for name in names if trainable(name)})]
+        chosen = {name for name in names if trainable(name)}
     else:
-        patterns = [trainable] if isinstance(trainable, str) else list(trainable)
-        try:
-            choices = [(repr(p), {name for name in names if re.search(p, name)}) for p in patterns]
-        except re.error as error:
-            raise ValueError(f"trainable={trainable!r}: {error.pattern!r} is no pattern ({error}).") from error
-    for pattern, found in choices or [("nothing", set())]:
-        if not found:
-            shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-            raise ValueError(f"trainable: {pattern} chooses none of the {len(names)} parameters: {shown}.")
-    return {name: any(name in found for _, found in choices) for name in names}
+        chosen = paths.chosen("trainable", [trainable] if isinstance(trainable, str) else trainable, names)
+    if not chosen:
+        raise ValueError(f"trainable: chooses none of the {len(names)} parameters: {paths.some(names)}.")
+    return {name: name in chosen for name in names}
 
 
 class Program:

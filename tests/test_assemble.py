@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxtrain import assemble, config, sharding
 from jaxtrain.config import ConfigError
 from jaxtrain.data import text
-from jaxtrain.precision import Precision
+from jaxtrain.precision import LossScale, Precision
 from jaxtrain.step import Contribution
 from jaxtrain.tasks import language
 
@@ -104,6 +104,18 @@ def test_seed_precision_clipping_and_average_reach_the_program(texts, monkeypatc
     assert first.batches.row_indices(0) != other.batches.row_indices(0)  # the shuffle has the seed too
     in_order = build(texts, data__shuffle=False).batches
     assert (in_order.row_indices(0), in_order.row_indices(8)) == ([*range(8)], [*range(8, 16)])
+
+
+def test_the_precision_of_the_config_reaches_the_program(texts):
+    keys = {"precision__compute": "float16", "precision__overrides": ("head/",), "precision__loss_scale": 64.0,
+            "precision__dynamic": False, "precision__growth_windows": 7}  # fmt: skip
+    assert assemble.precision(build(texts, **keys).config) == Precision(
+        "float16", overrides=("head/",), loss_scale=LossScale(64.0, dynamic=False, growth_interval=7)
+    )
+    e = build(texts, **keys)
+    assert float(e.program.init().scale.value) == 64.0
+    with pytest.raises(ValueError, match="precision: overrides: 'haed/' chooses none of the 12 parameters"):
+        build(texts, precision__overrides=("haed/",))
 
 
 def test_sgd_without_clipping_and_average(texts):

@@ -19,7 +19,8 @@ ZERO_OR_MORE = (
 )  # fmt: skip
 ONE_OR_MORE = (
     "steps", "log_every_steps", "data.micro_batch_size", "model.layers", "model.d_model", "model.heads",
-    "model.kv_heads", "model.d_ff", "accumulation.k", "checkpoint.keep_last", "model.stages", "loss.vocab_chunks",
+    "model.kv_heads", "model.d_ff", "accumulation.k", "checkpoint.keep_last", "precision.growth_windows",
+    "model.stages", "loss.vocab_chunks",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "data.held_out_fraction", "model.dropout", "optim.learning_rate", "optim.end_learning_rate", "optim.b1", "optim.b2",
@@ -101,7 +102,7 @@ def test_harmless_conversions():
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_number_has_a_floor_and_no_number_is_infinite(name):
     least = {**dict.fromkeys(ZERO_OR_MORE, 0), **dict.fromkeys(ONE_OR_MORE, 1), **dict.fromkeys(NOT_NEGATIVE, 0.0)}
-    least |= {"data.sequence_length": 2, "model.max_length": 2, "model.rope_theta": 1.0}
+    least |= {"precision.loss_scale": 1.0, "data.sequence_length": 2, "model.max_length": 2, "model.rope_theta": 1.0}
     least |= dict.fromkeys(("mesh.slice", "mesh.data", "mesh.fsdp", "mesh.tensor"), -1)
     below = least[name] - (1 if type(KEYS[name].default) is int else 1e-9)
     refused(name, below, rf"^config: {name}={below} is outside \S+ (or more|\.\. \S+): ")
@@ -379,7 +380,8 @@ def test_overrides_win_over_the_file_and_are_checked_after_it(load):
 
 @pytest.mark.parametrize("name", [name for name, key in KEYS.items() if key.length])
 def test_a_length_is_a_number_of_steps_or_a_text(name):
-    given = config.resolve(config.override(made(steps="9 epochs"), {name: "2 epochs"}))
+    wsd = {"optim__schedule": "warmup_stable_decay"}
+    given = config.resolve(config.override(made(steps="9 epochs", **wsd), {name: "2 epochs"}))
     assert config.flat(given)[name] == "2 epochs"
     assert config.counts_epochs(given)
     for text in ("two epochs", "2", "2 weeks", "-1 epochs", "1e400 tokens", ""):
@@ -434,12 +436,20 @@ def test_a_key_that_nothing_reads_is_refused():
     config.resolve(made(**digits, model__running_stats="pooled", model__stages=2))
     for name, value in {"model.heads": 8, "data.paths": ("a",), "loss.z": 0.1, "sample.tokens": 3}.items():
         with pytest.raises(
-            ConfigError, match=rf"^config: {name}=.* would do nothing: only (transformer|text) reads it"
+            ConfigError,
+            match=rf"^config: {name}=.* would do nothing with (data|model)\.name=\w+, only with (transformer|text); ",
         ):
             config.resolve(made(**digits, **{name.replace(".", "__"): value}))
     refused(
-        "model.stages", 2, r"model\.stages=2 would do nothing: only resnet reads it, and this is model\.name=transform"
+        "model.stages",
+        2,
+        r"model\.stages=2 would do nothing with model\.name=transformer, only with resnet; leave it at 3\.$",
     )
     refused("data.name", "digits", r"model\.name=transformer does not read data\.name=digits; choose mlp or resnet\.$")
     for name, key in KEYS.items():
-        assert {*key.of} <= {"text", "digits", "transformer", "mlp", "resnet"}, name
+        assert {*key.of} <= {choice for at in config._CHOOSE for choice in KEYS[at].choices}, name
+        assert len({at for at in config._CHOOSE if {*key.of} & {*KEYS[at].choices}}) == bool(key.of), name
+    refused(
+        "optim.momentum", 0.9, r"optim\.momentum=0\.9 would do nothing with optim\.name=adamw, only with sgd and muon"
+    )
+    refused("precision.loss_scale", 8.0, r"would do nothing with precision\.compute=bfloat16, only with float16; leave")

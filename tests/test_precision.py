@@ -150,6 +150,13 @@ def test_an_overflow_halves_the_scale_and_changes_nothing_else_on_all_shards():
     assert (records[-1]["step"], records[-1]["loss_scale"], records[-1]["skipped_in_a_row"]) == (2, 2.0**14, 0)
 
 
+def test_an_override_that_names_nothing_is_refused():
+    for pattern, match in (("rooter", r"precision: overrides: 'rooter' chooses none of the 1 parameters: w\.$"),
+                           ("([", r"precision: overrides: '\(\[' is no pattern")):  # fmt: skip
+        with pytest.raises(ValueError, match=match):
+            linear_program({"w": 0.0}, optax.sgd(1.0), precision=Precision("bfloat16", overrides=("w", pattern)))
+
+
 WEIGHTS = sorted(
     {*range(1, 70), *(2**i + d for i in range(1, 24) for d in (-1, 0, 1)), 3 * 2**20, 5000, 16000, 100_000}
 )
