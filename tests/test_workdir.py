@@ -229,7 +229,7 @@ def test_a_broken_config_is_named_with_the_remedy(held, content):
     ("change", "match"),
     [
         ({"optim": {"beta1": 0.9}}, r"unknown key optim\.beta1; did you mean optim\.b"),
-        ({"steps": "many"}, r"steps='many' is str, not a whole number"),
+        ({"steps": "many"}, r"steps='many' is not a number or a length"),
         ({"steps": 0}, r"steps=0 is outside 1 \.\. 2147483647"),
         ({"optim": 3}, r"unknown key optim"),
     ],

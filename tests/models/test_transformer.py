@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from jaxtrain.models import transformer
+from jaxtrain.models.dense import dropout
 from jaxtrain.models.transformer import (
     SHARDING_RULES,
     Transformer,
@@ -344,7 +345,7 @@ def test_dropout_draws_by_key_and_is_off_without_one():
 
 
 def test_dropout_preserves_the_expected_value():
-    dropped = np.asarray(transformer._dropout(jnp.ones((400, 500)), 0.2, jax.random.key(0)))
+    dropped = np.asarray(dropout(jnp.ones((400, 500)), 0.2, jax.random.key(0)))
     assert set(np.unique(dropped)) == {np.float32(0.0), np.float32(1.25)}
     assert dropped.mean() == pytest.approx(1.0, abs=4 * 0.5 / np.sqrt(dropped.size))  # std of one element is 0.5
 
