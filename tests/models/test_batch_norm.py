@@ -438,8 +438,8 @@ def test_BN_a_skipped_micro_batch_is_left_out(accumulation, running):
 @KINDS
 def test_BN_evaluation_of_a_program_uses_the_running_statistics(running):
     program = program_of(running, MultiSteps(3))
-    state = program.init({"norm": {"scale": np.ones(1, np.float32), "bias": np.zeros(1, np.float32)},
-                          "dense": {"kernel": np.ones((1, 1), np.float32), "bias": np.zeros(1, np.float32)}})  # fmt: skip
+    one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+    state = program.init({"norm": {"scale": one, "bias": zero}, "dense": {"kernel": one[None], "bias": zero}})
     before = bits(state.model_state)
     total, weight = program.evaluate(program.view(state), micro_batch(3, 5, 2))["loss"]  # y is 0, 1, 2
     assert float(weight) == 3.0
