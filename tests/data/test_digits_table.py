@@ -120,14 +120,13 @@ def test_copies_are_on_one_side_and_count_once(given):
 
 
 def test_a_copy_with_another_label_goes_where_the_first_goes(given):
-    """One pixel pattern with both labels is of class 1, its first: class 0 has two images, class 1 has two."""
-    pixels = [image(7), image(1), image(2), image(3), image(7)]
-    given(pixels, [1, 0, 0, 1, 0])
+    """Two images of class 1, of which one is held out; their copies under class 0 leave that class a single image."""
+    given([image(7), image(8), image(1), image(7), image(8)], [1, 1, 0, 0, 0])
     split = load_digits(0.5)
-    assert len(set(images_of(split.held_out))) == 2
-    assert not set(images_of(split.train)) & set(images_of(split.held_out))
-    side = split.held_out if image(7).tobytes() in images_of(split.held_out) else split.train
-    assert sorted(side.labels[[p == image(7).tobytes() for p in images_of(side)]].tolist()) == [0, 1]
+    assert sorted(split.held_out.labels.tolist()) == [0, 1]
+    assert len(set(images_of(split.held_out))) == 1
+    assert image(1).tobytes() in images_of(split.train)
+    assert len(split.train) == 3
 
 
 def test_a_class_of_one_image_is_trained_on(given):
@@ -229,11 +228,6 @@ def test_nearest_centroid_by_hand():
     train = [((0, 0), 3), ((2, 0), 3), ((4, 4), 8), ((6, 4), 8)]
     held_out = [((0, 0), 3), ((6, 4), 8), ((1, 3), 8), ((4, 2), 8)]
     assert nearest_centroid_accuracy(tiny(train, held_out)) == 0.75
-
-
-def test_nearest_centroid_of_bytes_does_not_wrap():
-    """In uint8 0 - 16 is 240."""
-    assert nearest_centroid_accuracy(tiny([((0,), 0), ((16,), 1)], [((1,), 0), ((15,), 1)])) == 1.0
 
 
 def test_baselines_of_the_digits(data):

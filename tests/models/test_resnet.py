@@ -184,6 +184,7 @@ def test_bfloat16_parameters_give_float32_logits(train):
     wanted, _ = reference(jax.tree.map(lambda p: np.asarray(p, np.float32), low), state, images, None, train)
     np.testing.assert_allclose(logits, wanted, rtol=0, atol=0.1)
     assert np.abs(logits - wanted).max() > 1e-4  # the activations were bfloat16
+    assert np.all(logits != logits.astype(jnp.bfloat16).astype(jnp.float32))  # and the logits never
     wide, _, _ = forward(SMALL, low, state, jnp.asarray(images, jnp.bfloat16), None, train)
     np.testing.assert_allclose(wide, logits, rtol=0, atol=0.05)  # whatever the images' dtype
 
