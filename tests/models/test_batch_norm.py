@@ -69,6 +69,22 @@ def test_BN_output_by_hand(running):
     np.testing.assert_allclose(out, [[-2, -8], [0, -4], [2, 4], [4, 16]], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("running", RUNNING)
+@pytest.mark.parametrize("padding", [0, 2])
+def test_BN_gradient_by_hand(running, padding):
+    """Of the first output: (c - mean(c) - d * mean(c * d) / 9) / 3 with c = 1, 0, 0, 0 and deviations d = -3, -1, 1, 3.
+
+    Mean and variance move with the inputs; held fixed, the gradient is c / 3.
+    """
+    weights = jnp.array([1.0] * 4 + [0.0] * padding)
+
+    def first_output(x):
+        return BatchNorm(1, eps=4.0, running=running)(x, weights, train=True)[0, 0]
+
+    found = jax.grad(first_output)(column(1, 3, 5, 7, *[50] * padding))
+    np.testing.assert_allclose(found[:, 0], [1 / 6, -1 / 9, -1 / 18, 0, *[0] * padding], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("momentum", "mean", "var"),
     [(0.9, [0.4, 1.0], [1.4, 3.0]), (0.5, [2, 5], [3, 11]), (0.0, [4, 10], [5, 21])],

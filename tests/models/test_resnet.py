@@ -311,6 +311,30 @@ def test_every_parameter_has_a_gradient(running):
     assert not [name for name, leaf in found.items() if np.abs(leaf).max() < 1e-4]
 
 
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["all", "weighted"])
+def test_gradient_matches_float64_finite_differences(weights):
+    """Along a random direction, a different one for each parameter; statistics of the batch move too."""
+    params, state = drawn(SMALL)
+    images, labels = images_of(SMALL, 6), np.array([0, 1, 2, 0, 1, 2])
+
+    def loss(params):
+        return classification(forward(SMALL, params, state, images, weights, True)[0], labels, weights).total
+
+    def wanted(params):
+        logits, _ = reference(params, state, images, weights, train=True)
+        nats = np.log(np.exp(logits).sum(1)) - logits[np.arange(6), labels]
+        return nats.sum() if weights is None else weights @ nats
+
+    found = paths.named_leaves(jax.jit(jax.grad(loss))(params))
+    generator, step = np.random.default_rng(3), 1e-5
+    named = {name: leaf.astype(np.float64) for name, leaf in paths.named_leaves(params).items()}
+    for name, leaf in named.items():
+        direction = generator.standard_normal(leaf.shape)
+        there, back = (wanted(named | {name: leaf + side * step * direction}) for side in (1, -1))
+        slope = (there - back) / (2 * step)
+        assert float(np.sum(found[name] * direction)) == pytest.approx(slope, rel=1e-3, abs=1e-3), name
+
+
 def test_at_the_start_what_the_zero_scale_hides_has_no_gradient():
     found = gradients(SMALL, *fresh(SMALL))
     hidden = {name for name in found if re.search(r"conv|norm1", name)}
