@@ -61,7 +61,7 @@ class ResNetConfig:
         if not self.blocks or min(self.blocks) < 1:
             raise ValueError(f"blocks={self.blocks} must name at least one stage, each of at least 1 block")
         side = min(self.image_shape[:2])
-        stages = side.bit_length()
+        stages = (side - 1).bit_length() + 1  # 5 pixels, 3, 2, 1: a stride of 2 rounds up
         if len(self.blocks) > stages:
             raise ValueError(
                 f"blocks={self.blocks} halves the image {len(self.blocks) - 1} times, but a side of {side} pixels can "
