@@ -36,7 +36,7 @@ def test_the_digits_config_reaches_97_percent(tmp_path, capsys):
     assert cli.main(line) == cli.DONE
     out = capsys.readouterr().out
     told = json.loads((tmp_path / "config.json").read_text())
-    assert (told["steps"], told["optim"]["schedule_steps"], told["optim"]["warmup_steps"]) == (449, 449, 22)
+    assert (told["steps"], told["optim"]["schedule_steps"], told["optim"]["warmup_steps"]) == (224, 224, 22)
     accuracy = lines(tmp_path, "eval/accuracy")[-1]["eval/accuracy"]
     assert accuracy >= 0.97
     assert "accuracy on 359 held-out rows (higher is better):" in out
@@ -47,7 +47,7 @@ def test_the_digits_config_reaches_97_percent(tmp_path, capsys):
     assert (tmp_path / "loss.png").stat().st_size > 10_000
     assert cli.main(["eval", f"--workdir={tmp_path}", "--json"]) == cli.DONE
     evaluated = json.loads(capsys.readouterr().out)
-    assert (evaluated["step"], evaluated["eval/accuracy"], evaluated["eval/tokens"]) == (449, accuracy, 359)
+    assert (evaluated["step"], evaluated["eval/accuracy"], evaluated["eval/tokens"]) == (224, accuracy, 359)
     assert cli.main(["sample", f"--workdir={tmp_path}"]) == cli.BAD_INPUT
     assert "holds a resnet on digits, which writes no text; see it with: jaxtrain eval." in capsys.readouterr().err
 
