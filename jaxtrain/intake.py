@@ -64,11 +64,18 @@ class Intake:
         return jax.tree.map(put, batch)
 
     def _check(self, batch: Any, target: NamedSharding) -> None:
-        shapes = tuple(jnp.shape(leaf) for leaf in jax.tree.leaves(batch))
+        leaves = jax.tree.leaves(batch)
+        shapes = tuple(jnp.shape(leaf) for leaf in leaves)
         if (shapes, target.spec) in self._known:
             return
         shards, leading = sharding.axes_size(self._mesh, self._axes), len(target.spec)
         sizes = {shape[:leading] if len(shape) >= leading else None for shape in shapes}
+        numbers = [leaf for leaf in leaves if isinstance(leaf, int | float | str)]
+        if numbers or not leaves:
+            held = (
+                f"{len(numbers)} leaves are Python numbers or texts, as lists of them give" if leaves else "it is empty"
+            )
+            raise ValueError(f"batch: {held}; give a pytree of arrays, each beginning with the rows.")
         if len(sizes) != 1 or None in sizes:
             dims = (
                 "leading dim (rows of the micro-batch)" if leading == 1 else "two leading dims (k micro-batches, rows)"

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import optim, paths, rng, sharding
+from jaxtrain import checks, optim, paths, rng, sharding
 from jaxtrain.intake import Intake
 from jaxtrain.losses import Loss
 from jaxtrain.optim import Accumulation, MultiSteps, Scan, Skip
@@ -79,11 +79,20 @@ def build_train_step(
 
     Raises:
         ValueError: parameters that are not float32 (under their name), rules that the mesh or a shape cannot hold.
-        TypeError: ``loss_fn`` returns something else than ``Loss`` of float32 scalars (raised at the first trace).
+        TypeError: an argument of another kind; ``loss_fn`` returns something else than ``Loss`` of float32 scalars
+            (raised at the first trace).
     """
+    checks.kinds({"optimizer": optimizer, "mesh": mesh, "accumulation": accumulation, "precision": precision,
+                  "nonfinite": nonfinite, "rules": rules, "report": report})  # fmt: skip
     with relaxed():
         variables = jax.eval_shape(init_fn, jax.eval_shape(lambda: rng.key(seed, "params")))
-    is_trained = _trained_by(trainable, list(paths.named_leaves(variables.params)))
+    if not isinstance(variables, Variables):
+        raise TypeError(
+            f"init_fn returned {type(variables).__name__}; return jaxtrain.step.Variables(params, model_state)."
+        )
+    if not jax.tree.leaves(variables.params):
+        raise ValueError("init_fn gives no parameters: there is nothing to train.")
+    is_trained = checks.trained_by(trainable, list(paths.named_leaves(variables.params)))
     for name, leaf in paths.named_leaves(variables.params).items():
         if is_trained[name] and leaf.dtype != jnp.float32:
             raise ValueError(f"{name}: parameters are float32 masters, got {leaf.dtype}; other state is model_state.")
@@ -113,18 +122,6 @@ def build_train_step(
             "their statistics part; use Scan or MultiSteps, or a model without such state."
         )
     return Program(recipe, variables)
-
-
-def _trained_by(trainable: Any, names: Sequence[str]) -> dict[str, bool]:
-    if trainable is None:
-        return dict.fromkeys(names, True)
-    if callable(trainable):
-        chosen = {name for name in names if trainable(name)}
-    else:
-        chosen = paths.chosen("trainable", [trainable] if isinstance(trainable, str) else trainable, names)
-    if not chosen:
-        raise ValueError(f"trainable: chooses none of the {len(names)} parameters: {paths.some(names)}.")
-    return {name: name in chosen for name in names}
 
 
 class Program:
@@ -232,8 +229,10 @@ class Program:
                 devices (one process only).
 
         Raises:
-            ValueError: ``B`` does not divide by the devices that split it, or there are more than k micro-batches.
+            ValueError: ``B`` does not divide by the devices that split it, or there are more than k micro-batches;
+                ``state`` was given to an earlier call.
         """
+        checks.alive("step", state)
         return self._step(state, *self._intake.window(batch))
 
     def grads(self, view: View, batch: Any, index: jax.typing.ArrayLike) -> Contribution:
@@ -241,6 +240,7 @@ class Program:
 
         With ``Scan`` the batch is a window, as ``step`` takes it, whose first micro-batch has that number.
         """
+        checks.alive("grads", view, View)
         placed, count = self._intake.window(batch)
         return self._grads(view, placed, jnp.int32(index), count)
 
@@ -249,6 +249,7 @@ class Program:
 
         ``state`` is donated.
         """
+        checks.alive("apply", state)
         return self._apply(state, contribution)
 
     def flush(self, state: TrainState) -> tuple[TrainState, StepMetrics | None]:
@@ -256,6 +257,7 @@ class Program:
 
         Returns ``(state, None)`` where nothing is pending. ``drop`` leaves them out instead.
         """
+        checks.alive("flush", state)
         if self._recipe.single or int(state.opt_state.mini_step) == 0:
             return state, None
         return self._flush(state, self._metric_names)
@@ -265,6 +267,7 @@ class Program:
 
         They stay counted in ``micro_step``, so that the data goes on behind them. ``state`` is donated.
         """
+        checks.alive("drop", state)
         pending = 0 if self._recipe.single else int(state.opt_state.mini_step)
         if not pending:
             return state, 0
@@ -284,6 +287,7 @@ class Program:
         """
         if ema and state.ema is None:
             raise ValueError("view: this program keeps no average; build it with ema=decay.")
+        checks.alive("view", state)
         view = View(state.ema if ema else state.params, state.model_state, state.scale)
         return self._copy(view) if copy else view
 
@@ -293,6 +297,7 @@ class Program:
         ``batch`` has leaves ``[B, ...]``, whatever the accumulation.
         Add the pairs of all batches, then divide: padding rows of weight 0 count for nothing.
         """
+        checks.alive("evaluate", view, View)
         return self._evaluate(view, self._intake.rows(batch))
 
     def check(self, record: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 LAYERS = {
     **dict.fromkeys(("hardware", "prices", "cadence", "horizon", "config"), 0),
     **dict.fromkeys(("rng", "paths", "precision", "schedules", "sharding", "losses", "optim", "models"), 1),
-    **dict.fromkeys(("state", "records", "recipe", "intake", "step", "adapters", "async_sgd"), 2),
+    **dict.fromkeys(("state", "records", "recipe", "intake", "checks", "step", "adapters", "async_sgd"), 2),
     **dict.fromkeys(("data", "prefetch", "checkpoint", "distributed", "preemption", "metrics", "progress"), 3),
     **dict.fromkeys(("plot", "goodput", "workdir"), 3),
     **dict.fromkeys(("plan", "cost"), 4),
@@ -23,7 +23,8 @@ LAYERS = {
 SAME_LAYER = {  # who may import whom inside a layer, as the table of docs/architecture.md says
     "config": {"horizon"}, "assemble": {"tasks"},
     **{key: {"paths"} for key in ("losses", "optim", "precision", "sharding")},
-    "recipe": {"records", "state"}, "step": {"intake", "recipe", "records", "state"}, "adapters": {"state"},
+    "recipe": {"records", "state"}, "checks": {"state"}, "adapters": {"state"},
+    "step": {"checks", "intake", "recipe", "records", "state"},
     **{key: {"workdir"} for key in ("goodput", "metrics", "plot")}, "progress": {"metrics"},
     "loop": {"evaluate", "journal"}, "report": {"loop"},
 }  # fmt: skip

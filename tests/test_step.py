@@ -672,8 +672,12 @@ BAD_BATCHES = {
     "0 rows": ({"c": {"w": np.zeros(0, np.float32)}, "mask": np.zeros(0, np.float32)}, r"0 rows"),
     "unequal": (rows(*[1.0] * 8) | {"mask": np.ones(16, np.float32)}, r"same leading dim .*\(8,\), \(16,\)"),
     "array scalar": (rows(*[1.0] * 8) | {"t": np.float32(1)}, r"same leading dim .*\(\)"),
-    "python scalar": (rows(*[1.0] * 8) | {"t": 1.0}, r"same leading dim"),
-    "empty": ({}, r"same leading dim"),
+    "python scalar": (
+        rows(*[1.0] * 8) | {"t": 1.0},
+        r"1 leaves are Python numbers or texts, .*give a pytree of arrays",
+    ),
+    "a list": (rows(*[1.0] * 8) | {"t": [1.0] * 8}, r"8 leaves are Python numbers or texts, as lists of them give"),
+    "empty": ({}, r"batch: it is empty; give a pytree of arrays, each beginning with the rows"),
 }
 
 
@@ -855,6 +859,64 @@ def test_views_and_donation():
     plain = linear_program({"w": 1.0}, optax.sgd(1.0))
     with pytest.raises(ValueError, match="average"):
         plain.view(plain.init(), ema=True)
+
+
+def test_a_state_that_is_gone_is_refused_by_every_function():
+    """jax 0.10 ends the process over a donated buffer on several CPU devices."""
+    program = linear_program({"w": 1.0}, optax.sgd(1.0), k=2, mesh=sharding.make_mesh(fsdp=8))
+    batch, gone = rows(*[1.0] * 8), program.init()
+    shared, contribution = program.view(gone, copy=False), program.grads(program.view(gone), rows(*[1.0] * 8), 0)
+    state, _ = program.step(gone, batch)
+    for name, call in {
+        "step": lambda: program.step(gone, batch), "apply": lambda: program.apply(gone, contribution),
+        "flush": lambda: program.flush(gone), "drop": lambda: program.drop(gone), "view": lambda: program.view(gone),
+        "grads": lambda: program.grads(shared, batch, 0), "evaluate": lambda: program.evaluate(shared, batch),
+    }.items():  # fmt: skip
+        what = "View" if name in ("grads", "evaluate") else "TrainState"
+        with pytest.raises(ValueError, match=rf"^{name}: this {what} is gone: .*donated.* Go on with the state"):
+            call()
+    state, metrics = program.step(state, batch)
+    assert metrics.to_host()["step"] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "match"),
+    [
+        ("optimizer", 0.1, r"optimizer is 0\.1; give one like optax\.adamw"),
+        ("mesh", None, "mesh is None; give one like"),
+        ("accumulation", 4, r"accumulation is 4; give one like MultiSteps\(4\)"),
+        ("precision", "float16", r"precision is 'float16'; give one like Precision\("),
+        ("nonfinite", "micro", r"nonfinite is 'micro'; give one like Skip"),
+        ("rules", {"w": P()}, r"rules is \{.*; give one like \[\("),
+        ("report", {"rate": 0.1}, r"report: rate is 0\.1; give a schedule, a function of the step"),
+    ],
+)  # fmt: skip
+def test_an_argument_of_another_kind(name, value, match):
+    given = {"optimizer": optax.sgd(1.0), "mesh": sharding.make_mesh(), name: value}
+    with pytest.raises(TypeError, match=rf"^{match}"):
+        build_train_step(squares, lambda key: Variables({"w": jnp.float32(1)}), given.pop("optimizer"), **given)
+
+
+def test_a_state_for_a_view_and_a_view_for_a_state():
+    program = linear_program({"w": 1.0}, optax.sgd(1.0))
+    state = program.init()
+    with pytest.raises(
+        TypeError, match=r"evaluate: got TrainState; give the View that program\.view\(state\) returned"
+    ):
+        program.evaluate(state, rows(1.0))
+    with pytest.raises(
+        TypeError, match=r"step: got View; give the TrainState that program\.init\(\) or an earlier call"
+    ):
+        program.step(program.view(state), rows(1.0))
+
+
+def test_what_init_fn_must_give():
+    for init, error, match in (
+        (lambda key: {"w": jnp.float32(1)}, TypeError, r"init_fn returned dict; return jaxtrain\.step\.Variables"),
+        (lambda key: Variables({}), ValueError, "init_fn gives no parameters: there is nothing to train"),
+    ):
+        with pytest.raises(error, match=match):
+            build_train_step(squares, init, optax.sgd(1.0), mesh=sharding.make_mesh())
 
 
 @pytest.mark.parametrize("mesh", ["one", "data2-fsdp4"])
