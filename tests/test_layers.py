@@ -182,6 +182,7 @@ def test_the_step_loads_no_checkpoint_data_config_or_cloud_library():
         for m in (
             "step",
             "intake",
+            "checks",
             "records",
             "recipe",
             "state",
