@@ -443,10 +443,11 @@ def _warm_up_rises(c: ConfigDict) -> None:
             "until window 100 and 2 until window 300."
         ) from None
     windows, sizes = [until for until, _ in found], [k for _, k in found]
-    if sorted({*windows, 0}) != [0, *windows] or not all(1 <= k <= 2**20 for k in sizes):
+    rising = sorted({*windows, 0}) == [0, *windows] and windows[-1] < 2**31
+    if not rising or not all(1 <= k <= 2**20 for k in sizes):
         raise ConfigError(
-            f"config: accumulation.warmup={shown}: windows rise from stage to stage, and each takes 1 or more "
-            "micro-batches."
+            f"config: accumulation.warmup={shown}: windows rise from stage to stage, up to {2**31 - 1}, and each takes "
+            f"1 to {2**20} micro-batches."
         )
     if c.accumulation.mechanism != "multisteps":
         raise ConfigError(

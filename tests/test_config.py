@@ -422,9 +422,17 @@ def test_batch_size_warm_up_is_stages_that_follow_one_another():
         refused(
             "accumulation.warmup", (text,), r"^config: accumulation\.warmup=\S+ is no list of WINDOW:K; 100:1,300:2"
         )
-    for stages in (("300:1", "100:2"), ("100:1", "100:2"), ("0:1",), ("100:0",), ("-5:1",), ("100:1048577",)):
+    for stages in (
+        ("300:1", "100:2"),
+        ("100:1", "100:2"),
+        ("0:1",),
+        ("100:0",),
+        ("-5:1",),
+        ("100:1048577",),
+        ("2147483648:1",),
+    ):
         refused(
-            "accumulation.warmup", stages, r"windows rise from stage to stage, and each takes 1 or more micro-batches"
+            "accumulation.warmup", stages, r"windows rise from stage to stage, up to 2147483647, and each takes 1 to"
         )
     c = made(accumulation__warmup=("100:1",), accumulation__mechanism="scan")
     with pytest.raises(ConfigError, match=r"accumulation\.warmup=100:1 needs accumulation\.mechanism=multisteps"):
