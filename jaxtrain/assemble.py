@@ -4,6 +4,7 @@ What runs them reads from the config its cadences and what it prints, nothing th
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +15,15 @@ from ml_collections import ConfigDict
 
 from jaxtrain import adapters, optim, schedules, sharding
 from jaxtrain import config as config_lib
+from jaxtrain.checkpoint.retention import Keep
+from jaxtrain.checkpoint.store import Checkpoints
 from jaxtrain.config import ConfigError
 from jaxtrain.data.pipeline import Batches, InOrder, evenly_spaced
 from jaxtrain.horizon import Batching
 from jaxtrain.precision import LossScale, Precision
 from jaxtrain.step import MultiSteps, Program, Scan, Skip, build_train_step
 from jaxtrain.tasks import images, language
-from jaxtrain.tasks.task import Dataset, Task
+from jaxtrain.tasks.task import Dataset, Score, Task
 
 _TASKS = {"text": language.task, "digits": images.task}
 
@@ -123,6 +126,24 @@ def assemble(config: ConfigDict, devices: Sequence[jax.Device] | None = None) ->
             evenly_spaced(data.held_out, config.eval.rows) if config.eval.rows else data.held_out, rows, threads=0
         ),
         lengths=_lengths(config, counted, batching),
+    )  # fmt: skip
+
+
+def checkpoints(
+    config: ConfigDict, workdir: pathlib.Path, score: Score | None = None, *, read_only: bool = False
+) -> Checkpoints:
+    """The checkpoints of a run in ``workdir``, where its config says; ``score``: what makes one the best.
+
+    Raises:
+        CheckpointError: a place that cannot be used.
+    """
+    c = config.checkpoint
+    keep = Keep(c.keep_last, c.keep_every_steps, c.keep_best)
+    if score is not None:
+        keep = dataclasses.replace(keep, metric=f"eval/{score.name}", largest=score.better == "higher")
+    return Checkpoints(
+        c.directory or workdir / "checkpoints", keep=keep, timeout_s=c.timeout_s, max_failures=c.max_failures,
+        read_only=read_only,
     )  # fmt: skip
 
 

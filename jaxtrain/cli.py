@@ -225,15 +225,13 @@ def _train_in(workdir: Workdir, experiment: Any, line: str, preemption: Preempti
 
 
 def _eval(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
-    experiment, restored = _restored(arguments, overrides)
+    experiment, view, run = _restored(arguments, overrides)
     from jaxtrain.evaluate import evaluate  # heavy: only commands that compute load jax
 
-    program = experiment.program
-    experiment.check_data(restored.data["fingerprint"], restored.host_state["counts"]["step"])
-    view = program.view(restored.state, copy=False, ema=program.has_ema)
-    result = evaluate(program, view, experiment.held_out)
+    counts = run["counts"]
+    experiment.check_data(run["data"]["fingerprint"], counts["step"])
+    result = evaluate(experiment.program, view, experiment.held_out)
     numbers = {name: value if math.isfinite(value) else None for name, value in result.items()}  # JSON has no NaN
-    counts = restored.host_state["counts"]
     line = {"step": counts["step"], "micro_step": counts["micro_step"], **numbers}
     if arguments.json:
         say(json.dumps(line))
@@ -245,7 +243,7 @@ def _eval(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
 
 
 def _sample(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
-    experiment, restored = _restored(arguments, overrides)
+    experiment, view, _ = _restored(arguments, overrides)
     from jaxtrain import report  # heavy: only commands that compute load jax
 
     if not experiment.task.continues:
@@ -265,31 +263,32 @@ def _sample(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
         note = f"jaxtrain: {tokens} tokens do not fit: model.max_length={length} leaves {room} behind this prompt."
         print(note, file=sys.stderr)
     try:
-        say(report.sample_text(experiment, restored.state, prompt, tokens, temperature, arguments.seed))
+        say(report.sample_text(experiment, view, prompt, tokens, temperature, arguments.seed))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return DONE
 
 
-def _restored(arguments: argparse.Namespace, overrides: dict[str, str]) -> tuple[Any, Any]:
-    from jaxtrain.checkpoint.store import CheckpointError, Checkpoints  # heavy: only commands that compute load jax
+def _restored(arguments: argparse.Namespace, overrides: dict[str, str]) -> tuple[Any, Any, dict[str, Any]]:
+    """The experiment of a workdir, what evaluation needs of a checkpoint, and what that says about its run."""
+    from jaxtrain.assemble import checkpoints as checkpoints_of  # heavy: only commands that compute load jax
+    from jaxtrain.checkpoint.errors import CheckpointError  # as above
 
     config = config_lib.resolve(config_lib.override(read_config(arguments.workdir), overrides))
     _set_up_jax(config)
-    checkpoints = Checkpoints(pathlib.Path(arguments.workdir).expanduser() / "checkpoints", read_only=True)
-    step = arguments.step if arguments.step is not None else checkpoints.latest_verified()
-    if step is None or step not in checkpoints.steps():
-        there = ", ".join(map(str, checkpoints.steps())) or "none"
-        raise ConfigError(
-            f"{checkpoints.directory} has no checkpoint {'' if step is None else step}; there is {there}."
-        )
-    experiment = _assembled(config)
     try:
-        return experiment, checkpoints.restore(experiment.program, step)
+        checkpoints = checkpoints_of(config, pathlib.Path(arguments.workdir).expanduser(), read_only=True)
+        step = arguments.step if arguments.step is not None else checkpoints.latest_verified()
+        if step is None or step not in checkpoints.steps():
+            there = ", ".join(map(str, checkpoints.steps())) or "none"
+            raise ConfigError(
+                f"{checkpoints.directory} has no checkpoint {'' if step is None else step}; there is {there}."
+            )
+        experiment = _assembled(config)
+        program = experiment.program
+        return experiment, checkpoints.restore_view(program, step, ema=program.has_ema), checkpoints.run(step)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    finally:
-        checkpoints.close()
 
 
 def _assembled(config: ConfigDict) -> Any:

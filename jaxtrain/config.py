@@ -164,8 +164,24 @@ KEYS: dict[str, Key] = {
     "mesh.data": Key(1, "replicas", low=-1, free=True),
     "mesh.fsdp": Key(-1, "shards of the parameters; -1: all devices left", low=-1, free=True),
     "mesh.tensor": Key(1, "shards of each layer", low=-1, free=True),
+    "checkpoint.directory": Key("", "where checkpoints lie: a path or gs://BUCKET/PATH; empty: in the workdir"),
     "checkpoint.every_steps": Key(100, "windows between two checkpoints; 0: only at the end", low=0, free=True),
+    "checkpoint.every_s": Key(
+        0.0, "seconds between two checkpoints, beside every_steps; 0: not timed", low=0.0, free=True
+    ),
+    "checkpoint.auto": Key(
+        False, "instead of both: the interval that loses least, from what saves and failures cost", free=True
+    ),
+    "checkpoint.failures_per_day": Key(
+        0.0, "expected, for auto; 0: learned from this run's own restarts", low=0.0, high=1e5, free=True
+    ),
+    "checkpoint.timeout_s": Key(300.0, "a save that takes longer has failed", low=1.0, high=86400.0, free=True),
+    "checkpoint.max_failures": Key(3, "failed saves in a row before the run stops", low=1, free=True),
     "checkpoint.keep_last": Key(3, "how many of the newest are kept", low=1, free=True),
+    "checkpoint.keep_every_steps": Key(0, "keeps every checkpoint at a multiple of this; 0: none", low=0, free=True),
+    "checkpoint.keep_best": Key(
+        0, "how many of the best are kept, too, of those evaluated when saved", low=0, free=True
+    ),
     "eval.every_steps": Key(100, "windows between two evaluations; 0: only at the end", low=0, free=True),
     "eval.rows": Key(0, "held-out rows of an evaluation; 0: all", low=0, free=True),
     "sample.tokens": Key(400, "length of the sample at the end; 0: none", low=0, free=True, of=("text",)),
@@ -456,6 +472,19 @@ def _warm_up_rises(c: ConfigDict) -> None:
         )
 
 
+def _one_cadence(c: ConfigDict) -> None:
+    if c.checkpoint.auto and c.checkpoint.every_s:
+        raise ConfigError(
+            f"config: checkpoint.auto chooses the interval, and checkpoint.every_s={c.checkpoint.every_s:g} fixes it; "
+            "leave one out."
+        )
+    if c.checkpoint.failures_per_day and not c.checkpoint.auto:
+        raise ConfigError(
+            f"config: checkpoint.failures_per_day={c.checkpoint.failures_per_day:g} would do nothing without "
+            "checkpoint.auto=true."
+        )
+
+
 def _attention_computes(c: ConfigDict) -> None:
     if c.model.attention == "cudnn" and c.precision.compute == "float32":
         raise ConfigError(
@@ -465,5 +494,5 @@ def _attention_computes(c: ConfigDict) -> None:
 
 _CROSS_CHECKS: Sequence[Callable[[ConfigDict], None]] = (
     _model_suits_the_data, _every_key_is_read, _sequence_fits, _schedule_fits, _one_free_axis, _prompt_fits,
-    _attention_computes, _warm_up_rises,
+    _attention_computes, _warm_up_rises, _one_cadence,
 )  # fmt: skip

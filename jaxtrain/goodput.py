@@ -56,7 +56,7 @@ class Goodput:
         former, self._furthest = _load(self.path)
         self._former: list[dict[str, Any]] = former
         self._rework_until = self._furthest
-        self._step = 0
+        self._step, self._ended = 0, False
         self._seconds = [float((before or {}).get(phase, 0.0)) for phase in _PHASES]
         self._stack: list[int] = []
         self._current = _IDLE
@@ -103,9 +103,23 @@ class Goodput:
         attempts = [a["seconds"] for a in self._former] + [self.attempt_seconds()]
         return {phase: math.fsum(a[phase] for a in attempts) for phase in _PHASES}
 
+    def ended(self) -> None:
+        """This attempt ends in order, with what it has done saved; one that never says so counts as a failure."""
+        self._ended = True
+
+    def failures(self) -> tuple[int, float]:
+        """How many former attempts did not end in order, and the seconds that all of them ran."""
+        ran_s = math.fsum(s for attempt in self._former for s in attempt["seconds"].values())
+        return sum(not attempt["ended"] for attempt in self._former), ran_s
+
+    def restart_s(self) -> float:
+        """Seconds that former attempts took, on average, to restore and compile; 0 where there was none."""
+        spent = [a["seconds"][Phase.COMPILE] + a["seconds"][Phase.RESTORE] for a in self._former]
+        return math.fsum(spent) / len(spent) if spent else 0.0
+
     def save(self) -> None:
         """Writes the file, whole or not at all. It waits for the disk: milliseconds, so at the logging cadence."""
-        this = {"seconds": self.attempt_seconds(), "last_step": self._step}
+        this = {"seconds": self.attempt_seconds(), "last_step": self._step, "ended": self._ended}
         total = self.total_seconds()
         content = {
             "format": FORMAT,
@@ -175,5 +189,6 @@ def _understand(content: Any) -> tuple[list[dict[str, Any]], int]:
         seconds = {Phase(name): float(s) for name, s in attempt["seconds"].items()}
         if set(seconds) != set(Phase) or not all(math.isfinite(s) and s >= 0 for s in seconds.values()):
             raise ValueError(f"the seconds of attempt {len(attempts) + 1} are {attempt['seconds']}")
-        attempts.append({"seconds": seconds, "last_step": int(attempt["last_step"])})
+        ended = bool(attempt.get("ended", True))  # files of before this was written down
+        attempts.append({"seconds": seconds, "last_step": int(attempt["last_step"]), "ended": ended})
     return attempts, int(content["furthest_step"])

@@ -10,10 +10,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TextIO
 
-from jaxtrain import metrics
+import jax
+
+from jaxtrain import assemble, metrics
 from jaxtrain.assemble import Experiment
+from jaxtrain.cadence import Cadence, Failures
 from jaxtrain.checkpoint import host_state
 from jaxtrain.checkpoint.store import Checkpoints
+from jaxtrain.distributed import gather
 from jaxtrain.evaluate import evaluate
 from jaxtrain.goodput import Goodput, Phase
 from jaxtrain.journal import Journal, MetricsReader
@@ -65,12 +69,12 @@ def train(
     with contextlib.ExitStack() as stack:
         preemption = preemption or Preemption()
         stack.push(preemption)  # left last; entered when there is something to save
-        checkpoints = Checkpoints(workdir.path / "checkpoints", keep_last=config.checkpoint.keep_last)
+        checkpoints = assemble.checkpoints(config, workdir.path, experiment.task.score)
         stack.push(lambda kind, *_: _quietly(checkpoints.close, kind))
         began = time.monotonic()
         newest = checkpoints.latest_verified()
         if newest is not None:  # the last refusal: from here on the workdir is written
-            experiment.check_data(checkpoints.data(newest)["fingerprint"], newest)
+            experiment.check_data(checkpoints.run(newest)["data"]["fingerprint"], newest)
         workdir.keep(config)
         goodput = Goodput(workdir.path / "goodput.json", before={Phase.RESTORE: time.monotonic() - began})
         stack.push(lambda kind, *_: _quietly(goodput.save, kind))
@@ -85,29 +89,41 @@ def train(
                 journal.say(f"not bit for bit as before: {change}")
         position = start["sample_index"]
         preemption.__enter__()
+        cadence = _cadence(experiment, goodput)
         put = lambda batch: to_devices(batch, program.batch_sharding)  # noqa: E731
         feed = stack.enter_context(DevicePrefetch(experiment.batches.at(position), put))
         reader = MetricsReader()
         stack.push(lambda kind, *_: journal.log_last(reader) if kind not in (None, KeyboardInterrupt) else None)
 
-        def save() -> None:
-            checkpoints.check()
+        def save(wait: bool) -> None:
             if journal.window == start["window"]:
                 return  # nothing was done since the checkpoint that was restored
+            cadence.began()
             with goodput.phase(Phase.CHECKPOINT), journal.paused():
                 saved = checkpoints.save(
-                    journal.step, program.checkpoint_view(state), host_state=_host_state(journal),
-                    data=_data(experiment, journal.micro_step),
+                    journal.step, program.checkpoint_view(state), run=_run(journal),
+                    host={"generators": host_state.capture()},
+                    metrics=evaluation if journal.is_evaluated() else None, wait=wait,
                 )  # fmt: skip
             if saved:
-                journal.saved(checkpoints.directory / str(journal.step))
+                journal.saved(checkpoints.files.uri(str(journal.step)))
+
+        def look_behind() -> None:
+            nonlocal times
+            with goodput.phase(Phase.CHECKPOINT):
+                for sentence in checkpoints.poll():
+                    journal.say(sentence)
+            if checkpoints.times is not times:
+                times = checkpoints.times
+                if sentence := cadence.measured(times.blocked_s, times.whole_s):
+                    journal.say(sentence)
 
         def run_evaluation() -> dict[str, float] | None:
             with goodput.phase(Phase.EVAL), journal.paused():
                 view = program.view(state, copy=False, ema=program.has_ema)
                 return evaluate(program, view, experiment.held_out, stop=lambda: preemption.requested is not None)
 
-        evaluation = None
+        times = evaluation = None
         if start["window"] and _due(start["window"], config.eval.every_steps) and not journal.is_evaluated():
             evaluation = run_evaluation()  # it was due when the attempt before was stopped
             journal.evaluated(evaluation)
@@ -126,11 +142,10 @@ def train(
                 journal.log(record)
                 if preemption.requested:
                     break
-            with goodput.phase(Phase.CHECKPOINT):
-                checkpoints.check()
+            look_behind()
             done, stop = window + 1, preemption.requested is not None
-            last = done == config.steps
-            if stop or last or _due(done, config.eval.every_steps) or _due(done, config.checkpoint.every_steps):
+            last, save_now = done == config.steps, cadence.due(done)
+            if stop or last or save_now or _due(done, config.eval.every_steps):
                 with goodput.phase(Phase.STEP):
                     record = reader.drain()
                 journal.log(record, always=last or stop)
@@ -138,19 +153,19 @@ def train(
                 evaluation = run_evaluation()
                 journal.evaluated(evaluation)
                 stop = preemption.requested is not None
-            if stop or last or _due(done, config.checkpoint.every_steps):
-                save()
+            if stop or last or save_now:
+                save(wait=stop or last)
             if stop:
                 break
         done = journal.window >= config.steps
         if done and evaluation is None and preemption.requested is None:  # all was done before this call
             evaluation = run_evaluation()
             journal.evaluated(evaluation)
-        with goodput.phase(Phase.CHECKPOINT):
-            checkpoints.wait()
         finished = done and evaluation is not None and preemption.requested is None
-        journal.end(finished)
         saved = journal.step in checkpoints.steps()
+        if saved:
+            goodput.ended()
+        journal.end(finished)
         return Outcome(
             state,
             journal.step,
@@ -159,6 +174,16 @@ def train(
             None if finished else preemption.requested,
             evaluation if finished else None,
         )
+
+
+def _cadence(experiment: Experiment, goodput: Goodput) -> Cadence:
+    c = experiment.config.checkpoint
+    failures, run_s = goodput.failures()
+    mtbf_s = 86400 / c.failures_per_day if c.failures_per_day else Failures(failures, run_s).mtbf_s
+    return Cadence(
+        every_steps=c.every_steps, every_s=c.every_s, auto=c.auto, mtbf_s=mtbf_s, restart_s=goodput.restart_s(),
+        processes=jax.process_count(), agree=lambda now: gather(now)[0], clock=time.monotonic,
+    )  # fmt: skip
 
 
 def _due(done: int, every: int) -> bool:
@@ -174,22 +199,29 @@ def _start(
         host_state.seed_generators(config.seed)
         return program.init(), {"window": 0, "step": 0, "micro_step": 0, "tokens": 0, "sample_index": 0}, []
     restored = checkpoints.restore(program, newest)
-    host_state.apply(restored.host_state["generators"])
-    counts = restored.host_state["counts"] | {"sample_index": restored.data["sample_index"]}
-    was, now = restored.host_state["platform"], _platform(experiment)
-    changes = [f"{name} was {was.get(name)}, is {now[name]}" for name in now if was.get(name) != now[name]]
+    changes = []
+    if restored.host is not None:
+        host_state.apply(restored.host["generators"])
+    else:
+        host_state.seed_generators(config.seed, jax.process_index(), newest)
+        changes.append("another number of processes: each has new streams of Python's and NumPy's generators")
+    counts = restored.run["counts"] | {"sample_index": restored.run["data"]["sample_index"]}
+    was, now = restored.run["platform"], _platform(experiment)
+    changes += [f"{name} was {was.get(name)}, is {now[name]}" for name in now if was.get(name) != now[name]]
     return restored.state, counts, changes
 
 
-def _host_state(journal: Journal) -> dict[str, Any]:
-    """Beside the arrays. The global generators are those of now: what draws from them (a callback, a user's
-    source) is exact where it draws between windows."""
+def _run(journal: Journal) -> dict[str, Any]:
+    """Beside the arrays, the same on all processes."""
+    experiment = journal.experiment
     return {
         "counts": {name: getattr(journal, name) for name in ("window", "step", "micro_step", "tokens")},
-        "generators": host_state.capture(),
-        "config": journal.experiment.config.to_dict(),
-        "platform": _platform(journal.experiment),
-        "process_count": 1,
+        "data": {
+            "sample_index": journal.micro_step * experiment.micro_batch_size,
+            "fingerprint": experiment.data.fingerprint,
+        },
+        "config": experiment.config.to_dict(),
+        "platform": _platform(experiment),
     }
 
 
@@ -199,11 +231,6 @@ def _platform(experiment: Experiment) -> dict[str, Any]:
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}"
     kernels = ", ".join(f"{name} {experiment.config.model[name]}" for name in ("attention", "remat", "scan_layers"))
     return host_state.platform_fingerprint() | {"devices": devices, "mesh": str(dict(mesh.shape)), "kernels": kernels}
-
-
-def _data(experiment: Experiment, micro_step: int) -> dict[str, Any]:
-    index = micro_step * experiment.micro_batch_size
-    return {"sample_index": index, "fingerprint": experiment.data.fingerprint}
 
 
 def _quietly(clean_up: Callable[[], None], failed: type | None) -> None:

@@ -13,7 +13,7 @@ from jaxtrain.assemble import Experiment
 from jaxtrain.data import text
 from jaxtrain.loop import Outcome
 from jaxtrain.models.sampling import sample
-from jaxtrain.state import TrainState
+from jaxtrain.state import View
 
 
 def finish(
@@ -44,7 +44,8 @@ def finish(
     width = max(map(len, scores))
     for name, value in scores.items():
         say(f"  {name:<{width}}  {value:.3f}")
-    say(f"\nloss curve   {picture}\ncheckpoints  {workdir / 'checkpoints'}\ngoodput      {workdir / 'goodput.json'}")
+    checkpoints = config.checkpoint.directory or workdir / "checkpoints"
+    say(f"\nloss curve   {picture}\ncheckpoints  {checkpoints}\ngoodput      {workdir / 'goodput.json'}")
     again = f"--workdir={shlex.quote(str(workdir))}"
     if not experiment.task.continues:
         say(f"\nnext: {command} eval {again}")
@@ -52,14 +53,13 @@ def finish(
     c = config.sample
     if c.tokens:
         tokens = min(c.tokens, room(experiment, c.prompt))
-        shown = sample_text(experiment, outcome.state, c.prompt, c.tokens, c.temperature, config.seed)
+        view = experiment.program.view(outcome.state, copy=False, ema=experiment.program.has_ema)
+        shown = sample_text(experiment, view, c.prompt, c.tokens, c.temperature, config.seed)
         say(f"\na sample of up to {tokens} tokens:\n" + "\n".join("  | " + line for line in shown.split("\n")))
     say(f"\nnext: {command} sample {again} --prompt='class '")
 
 
-def sample_text(
-    experiment: Experiment, state: TrainState, prompt: str, tokens: int, temperature: float, seed: int
-) -> str:
+def sample_text(experiment: Experiment, view: View, prompt: str, tokens: int, temperature: float, seed: int) -> str:
     """``prompt`` and what the model makes of it: up to ``tokens`` more bytes, as many as fit, or the document's end.
 
     Control characters and changes of the writing direction come as escapes: printing it cannot disturb a terminal.
@@ -67,7 +67,6 @@ def sample_text(
     Raises:
         ValueError: the prompt alone fills the model's ``max_length``.
     """
-    view = experiment.program.view(state, copy=False, ema=experiment.program.has_ema)
     module = experiment.module(view.params, view.model_state)
     ids = [text.DOCUMENT_START, *prompt.encode()]
     key = rng.key(seed, "sample")

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -15,23 +16,25 @@ from jaxtrain.horizon import Batching
 ZERO_OR_MORE = (
     "model.vocab_size", "optim.schedule_steps", "optim.warmup_steps", "nonfinite.max_consecutive",
     "checkpoint.every_steps", "eval.every_steps", "eval.rows", "sample.tokens", "seed",
-    "optim.decay_steps",
+    "optim.decay_steps", "checkpoint.keep_every_steps", "checkpoint.keep_best",
 )  # fmt: skip
 ONE_OR_MORE = (
     "steps", "log_every_steps", "data.micro_batch_size", "model.layers", "model.d_model", "model.heads",
     "model.kv_heads", "model.d_ff", "accumulation.k", "checkpoint.keep_last", "precision.growth_windows",
-    "model.stages", "loss.vocab_chunks",
+    "model.stages", "loss.vocab_chunks", "checkpoint.max_failures",
 )  # fmt: skip
 NOT_NEGATIVE = (
     "data.held_out_fraction", "model.dropout", "optim.learning_rate", "optim.end_learning_rate", "optim.b1", "optim.b2",
     "optim.eps", "optim.weight_decay", "optim.momentum", "optim.clip_norm", "optim.ema", "sample.temperature",
-    "loss.z", "loss.label_smoothing",
+    "loss.z", "loss.label_smoothing", "checkpoint.every_s", "checkpoint.failures_per_day",
 )  # fmt: skip
 BELOW_ONE = ("model.dropout", "loss.label_smoothing", "data.held_out_fraction", "optim.b1", "optim.b2")
 RESUMABLE = {
     "steps", "log_every_steps", "compile_cache", "model.remat", "model.attention", "model.scan_layers",
     "accumulation.mechanism", "nonfinite.max_consecutive", "mesh.slice", "mesh.data", "mesh.fsdp", "mesh.tensor",
-    "checkpoint.every_steps", "checkpoint.keep_last", "eval.every_steps", "eval.rows", "sample.tokens", "sample.prompt",
+    "checkpoint.every_steps", "checkpoint.every_s", "checkpoint.auto", "checkpoint.failures_per_day",
+    "checkpoint.timeout_s", "checkpoint.max_failures", "checkpoint.keep_last", "checkpoint.keep_every_steps",
+    "checkpoint.keep_best", "eval.every_steps", "eval.rows", "sample.tokens", "sample.prompt",
     "sample.temperature", "loss.vocab_chunks",
 }  # fmt: skip
 CHOICES = {
@@ -103,6 +106,7 @@ def test_harmless_conversions():
 def test_every_number_has_a_floor_and_no_number_is_infinite(name):
     least = {**dict.fromkeys(ZERO_OR_MORE, 0), **dict.fromkeys(ONE_OR_MORE, 1), **dict.fromkeys(NOT_NEGATIVE, 0.0)}
     least |= {"precision.loss_scale": 1.0, "data.sequence_length": 2, "model.max_length": 2, "model.rope_theta": 1.0}
+    least["checkpoint.timeout_s"] = 1.0
     least |= dict.fromkeys(("mesh.slice", "mesh.data", "mesh.fsdp", "mesh.tensor"), -1)
     below = least[name] - (1 if type(KEYS[name].default) is int else 1e-9)
     refused(name, below, rf"^config: {name}={below} is outside \S+ (or more|\.\. \S+): ")
@@ -461,3 +465,15 @@ def test_a_key_that_nothing_reads_is_refused():
         "optim.momentum", 0.9, r"optim\.momentum=0\.9 would do nothing with optim\.name=adamw, only with sgd and muon"
     )
     refused("precision.loss_scale", 8.0, r"would do nothing with precision\.compute=bfloat16, only with float16; leave")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [({"checkpoint__auto": True, "checkpoint__every_s": 60.0},
+      "checkpoint.auto chooses the interval, and checkpoint.every_s=60 fixes it; leave one out."),
+     ({"checkpoint__failures_per_day": 2.0},
+      "checkpoint.failures_per_day=2 would do nothing without checkpoint.auto=true.")],
+)  # fmt: skip
+def test_a_cadence_that_contradicts_itself_is_refused(changes, sentence):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        config.resolve(made(**changes))

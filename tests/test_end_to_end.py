@@ -76,7 +76,7 @@ def final_bits(workdir):
     experiment = assemble(read_config(workdir))
     with contextlib.closing(Checkpoints(workdir / "checkpoints")) as checkpoints:
         restored = checkpoints.restore(experiment.program, checkpoints.latest_verified())
-    return saved_bits(experiment, restored.state), restored.host_state["counts"], restored.data
+    return saved_bits(experiment, restored.state), restored.run["counts"], restored.run["data"]
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ class Experiment:
         self.tokens, self.asked, self.views = list(tokens), [], []
         self.config = namespace(
             seed=5, model=namespace(name="transformer", max_length=max_length),
-            eval=namespace(rows=0),
+            eval=namespace(rows=0), checkpoint=namespace(directory=""),
             sample=namespace(prompt=prompt, tokens=wanted, temperature=0.5),
         )  # fmt: skip
         self.program = namespace(view=self.view, has_ema=False)
@@ -50,7 +50,7 @@ class Experiment:
 
     def view(self, state, *, copy, ema):
         self.views.append((copy, ema))
-        return types.SimpleNamespace(params="params", model_state="model_state")
+        return VIEW
 
     def module(self, params, model_state):
         assert (params, model_state) == ("params", "model_state")
@@ -62,8 +62,11 @@ class Experiment:
         return jax.numpy.asarray([*prompt_tokens, *self.tokens[:max_new_tokens]], "int32")
 
 
-def text(experiment, prompt="ab", tokens=8, seed=5, state=None):
-    return report.sample_text(experiment, state or State(), prompt, tokens, 0.5, seed)
+VIEW = types.SimpleNamespace(params="params", model_state="model_state")
+
+
+def text(experiment, prompt="ab", tokens=8, seed=5):
+    return report.sample_text(experiment, VIEW, prompt, tokens, 0.5, seed)
 
 
 def test_a_sample_is_the_prompt_and_what_follows(monkeypatch):
@@ -71,7 +74,6 @@ def test_a_sample_is_the_prompt_and_what_follows(monkeypatch):
     assert text(experiment) == "abcdefghij"
     ((ids, new, _, temperature),) = experiment.asked
     assert (ids, new, temperature) == ([START, 97, 98], 8, 0.5)
-    assert experiment.views == [(False, False)]
 
 
 def test_a_sample_ends_where_the_document_does(monkeypatch):
@@ -93,11 +95,12 @@ def test_a_prompt_counts_in_bytes(monkeypatch):
     assert experiment.asked[0][1] == 6
 
 
-def test_the_average_is_what_samples(monkeypatch):
+@pytest.mark.parametrize("has_ema", [False, True])
+def test_the_average_is_what_samples(monkeypatch, tmp_path, has_ema):
     experiment = Experiment(monkeypatch, b"x" * 8)
-    experiment.program.has_ema = True
-    text(experiment)
-    assert experiment.views == [(False, True)]
+    experiment.program.has_ema = has_ema
+    finished(experiment, tmp_path / "run")
+    assert experiment.views == [(False, has_ema)]
 
 
 def test_a_seed_is_a_key(monkeypatch):

@@ -44,7 +44,7 @@ def test_ACC_07_a_window_longer_than_an_epoch_goes_on_into_the_next(five_rows, t
     assert (outcome.step, steps_logged(tmp_path)) == (2, [1, 2])
     assert lines(tmp_path)[-1]["learning_rate"] == 0.5  # of step plan - 1, from 1 to 0 in two
     saved = restore(e, tmp_path, 2)
-    assert (saved.host_state["counts"]["micro_step"], saved.data["sample_index"]) == (16, 16)
+    assert (saved.run["counts"]["micro_step"], saved.run["data"]["sample_index"]) == (16, 16)
 
 
 def test_ACC_16_warm_up_of_the_batch_through_the_loop_and_a_resume(five_rows, tmp_path):

@@ -28,9 +28,12 @@ def apply(saved: dict[str, Any]) -> None:
     np.random.set_state(state)
 
 
-def seed_generators(seed: int, process_index: int = 0) -> None:
-    """Seed both global generators for a new run, another stream for each process."""
-    words = np.random.SeedSequence([seed, process_index]).generate_state(2)
+def seed_generators(seed: int, process_index: int = 0, step: int = 0) -> None:
+    """Seed both global generators: another stream for each process, and for each step where new ones begin.
+
+    A run that goes on with another number of processes begins new streams; no two of them are equal.
+    """
+    words = np.random.SeedSequence([seed, process_index, step] if step else [seed, process_index]).generate_state(2)
     random.seed(int(words[0]))
     np.random.seed(int(words[1]))
 

@@ -75,7 +75,7 @@ def test_RNG_02_six_steps_are_three_and_three(tmp_path, make_mesh, k, compute):
                 masks.append(np.asarray(state.model_state["mask"]).tobytes())
                 records.append(metrics.to_host())
                 if i == 3 * k - 1 and begin == 0:
-                    checkpoints.save(3, program.checkpoint_view(state), host_state={}, data={})
+                    checkpoints.save(3, program.checkpoint_view(state), run={})
             return state, masks, records
 
         whole, masks, records = run(program.init(), 0, 6 * k)
@@ -105,7 +105,7 @@ def test_CKPT_19_the_name_the_counters_and_adams_count_agree(tmp_path, make_mesh
     for _ in range(5):
         state, metrics = program.step(state, batch)
     step = metrics.to_host()["step"]
-    checkpoints.save(step, program.checkpoint_view(state), host_state={}, data={})
+    checkpoints.save(step, program.checkpoint_view(state), run={})
     checkpoints.close()
     state = checkpoints.restore(program, 5).state
     adam = state.opt_state[0]

@@ -24,8 +24,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain import paths, sharding
-from jaxtrain.checkpoint import manifest, store
-from jaxtrain.checkpoint.store import CheckpointError, Checkpoints, MismatchError
+from jaxtrain.checkpoint import files as files_lib
+from jaxtrain.checkpoint import manifest
+from jaxtrain.checkpoint.errors import CheckpointError, MismatchError, StuckError
+from jaxtrain.checkpoint.retention import Keep
+from jaxtrain.checkpoint.store import Checkpoints
 from jaxtrain.precision import LossScale, Precision
 from jaxtrain.step import Loss, MultiSteps, Program, Variables, build_train_step
 
@@ -64,7 +67,7 @@ def at(step: int, program: Program | None = None) -> Any:
 
 def save(checkpoints: Checkpoints, *steps: int) -> None:
     for step in steps:
-        assert checkpoints.save(step, at(step), host_state=HOST, data=DATA)
+        assert checkpoints.save(step, at(step), run=HOST, host=DATA)
     checkpoints.wait()
 
 
@@ -111,7 +114,7 @@ def two_steps(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     checkpoints = Checkpoints(tmp_path_factory.mktemp("two") / "checkpoints")
     save(checkpoints, 10, 20)
     checkpoints.close()
-    return checkpoints.directory
+    return pathlib.Path(checkpoints.directory)
 
 
 @pytest.fixture
@@ -147,7 +150,7 @@ def test_CKPT_15_RNG_01_every_bit_and_container_comes_back(tmp_path, k):
     snapshot = any_bits(program)
     wanted, structure = bits(snapshot), jax.tree.structure(snapshot)
     checkpoints = Checkpoints(tmp_path / "c")
-    checkpoints.save(3, snapshot, host_state=HOST, data=DATA)
+    checkpoints.save(3, snapshot, run=HOST, host=DATA)
     checkpoints.close()
     restored = Checkpoints(tmp_path / "c").restore(program, 3)
     again = program.checkpoint_view(restored.state)
@@ -158,8 +161,8 @@ def test_CKPT_15_RNG_01_every_bit_and_container_comes_back(tmp_path, k):
         and got.sharding.is_equivalent_to(struct.sharding, got.ndim)
         for got, struct in zip(jax.tree.leaves(again), jax.tree.leaves(program.abstract_snapshot), strict=True)
     )
-    assert {**restored.host_state, **HOST} == restored.host_state
-    assert restored.data == DATA
+    assert restored.run == HOST
+    assert restored.host == DATA
 
 
 def test_CKPT_18_a_restored_state_trains_like_a_new_one(tmp_path):
@@ -167,7 +170,7 @@ def test_CKPT_18_a_restored_state_trains_like_a_new_one(tmp_path):
     fresh = program.init()
     fresh, _ = program.step(fresh, ROWS)
     checkpoints = Checkpoints(tmp_path / "c")
-    checkpoints.save(1, program.checkpoint_view(fresh), host_state={}, data={})
+    checkpoints.save(1, program.checkpoint_view(fresh), run={})
     checkpoints.close()
     fresh, fresh_metrics = program.step(fresh, ROWS)
     state = checkpoints.restore(program, 1).state
@@ -184,13 +187,13 @@ def test_CKPT_12_a_save_in_flight_does_not_see_later_steps(tmp_path, make_mesh, 
     mesh = make_mesh(fsdp=shards)
     rules = [("w", P("fsdp") if size >= 1 << 16 and shards > 1 else P())]
     program = program_of({"w": jnp.zeros(size)}, optimizer=optax.sgd(-1.0, momentum=0.0), mesh=mesh, rules=rules)
-    checkpoints = Checkpoints(tmp_path / "c", keep_last=100)
+    checkpoints = Checkpoints(tmp_path / "c", keep=Keep(100))
     state, batch = program.init(), jax.device_put(ROWS, program.batch_sharding)
     steps = range(1, 61)
     for step in steps:
         state, _ = program.step(state, batch)
         if step % 6 == 0:
-            checkpoints.save(step, program.checkpoint_view(state), host_state={}, data={})
+            checkpoints.save(step, program.checkpoint_view(state), run={})
     assert set(np.unique(state.params["w"])) == {60.0}
     checkpoints.close()
     assert checkpoints.steps() == [*steps[5::6]]
@@ -211,7 +214,7 @@ def test_CKPT_13_another_mesh_gets_the_same_bits_in_its_own_sharding(tmp_path_fa
     saved = any_bits(program(make_mesh(fsdp=8)))
     assert len({s.device for s in saved.params["w"].addressable_shards}) == 8
     checkpoints = Checkpoints(tmp_path_factory.mktemp("mesh"))
-    checkpoints.save(1, saved, host_state={}, data={})
+    checkpoints.save(1, saved, run={})
     checkpoints.close()
     count = int(np.prod([*target.values()]))
     other = program(sharding.make_mesh(**target, devices=jax.devices()[:count]))
@@ -236,7 +239,7 @@ def test_a_save_inside_a_window_holds_its_start_and_any_k_goes_on(tmp_path):
     for i, batch in enumerate(batches):
         state, _ = four.step(state, batch)
         if i == 5:
-            checkpoints.save(1, four.checkpoint_view(state), host_state={}, data={})
+            checkpoints.save(1, four.checkpoint_view(state), run={})
     unbroken = bits(state)
     assert set(np.asarray(state.params["w"]).tolist()) == {9.0}
     checkpoints.close()
@@ -264,7 +267,7 @@ def test_CKPT_10_steps_are_numbers_and_foreign_entries_are_ignored(two_steps, tm
     for name in ("handpicked", "900001.orbax-checkpoint-tmp", "900002.damaged", ".deleted", "-5", "1e6", "12 ", "v2"):
         shutil.copytree(two_steps / "10", directory / name)
     (directory / "notes.txt").write_text("mine")
-    checkpoints = Checkpoints(directory, keep_last=2)
+    checkpoints = Checkpoints(directory, keep=Keep(2))
     assert checkpoints.steps() == [500, 2500, 100000, 900000]
     assert checkpoints.latest_verified() == 900000
     shutil.rmtree(directory / "900000")  # a fresh look every time
@@ -281,13 +284,13 @@ def test_CKPT_10_a_zero_padded_name_is_a_step_like_any_other(two_steps, tmp_path
     assert checkpoints.steps() == [500, 900000]
     assert checkpoints.latest_verified() == 900000
     assert value(checkpoints, 900000) == 10.0
-    assert checkpoints.data(900000) == DATA
+    assert checkpoints.run(900000) == HOST
 
 
 def test_an_empty_directory_with_a_number_is_no_checkpoint_and_in_nobodys_way(run_dir):
     for name in ("15", "30", "99"):
         (run_dir / name).mkdir()
-    checkpoints = Checkpoints(run_dir, keep_last=2)
+    checkpoints = Checkpoints(run_dir, keep=Keep(2))
     assert checkpoints.steps() == [10, 20]
     assert checkpoints.latest_verified() == 20
     save(checkpoints, 25)
@@ -305,15 +308,29 @@ def test_a_file_with_a_number_for_a_name_is_no_checkpoint(run_dir):
 
 def test_what_is_not_there_is_an_error_with_a_name(tmp_path, run_dir):
     for directory in (run_dir, tmp_path / "nowhere"):
-        with pytest.raises(CheckpointError, match=r"checkpoint 30 in .* cannot be restored: no such directory"):
+        with pytest.raises(CheckpointError, match=r"checkpoint 30 in .* cannot be restored: it is not there"):
             Checkpoints(directory).restore(small(), 30)
     assert not (tmp_path / "nowhere").exists()
 
 
-@pytest.mark.parametrize("url", ["gs://bucket/run", "s3://bucket/run"])
-def test_an_object_store_is_refused(url):
-    with pytest.raises(CheckpointError, match=rf"{url} is not a local path; object stores are not available yet"):
+@pytest.mark.parametrize("url", ["s3://bucket/run", "az://bucket/run", "http://host/run", "GS://bucket/run"])
+def test_CKPT_07_what_nobody_can_commit_to_is_refused_and_not_made_a_local_directory(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"{url} is not a place jaxtrain can commit to: .* gs://BUCKET/PATH"):
         Checkpoints(url)
+    assert entries(tmp_path) == set()
+
+
+@pytest.mark.parametrize("url", ["gs://", "gs://bucket", "gs://bucket/"])
+def test_a_bucket_without_a_directory_is_refused(url):
+    with pytest.raises(CheckpointError, match=rf"{url} names no directory in a bucket; write gs://BUCKET/PATH"):
+        Checkpoints(url)
+
+
+def test_a_bucket_without_its_library_names_what_to_install(monkeypatch):
+    monkeypatch.setattr(files_lib.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match=r"needs gcsfs, which is not installed: pip install 'jaxtrain\[gcs\]'"):
+        Checkpoints("gs://bucket/run")
 
 
 # ---- damage ------------------------------------------------------------------------------------------------------
@@ -344,7 +361,7 @@ def test_CKPT_04_damage_to_any_file_is_found_and_the_step_before_is_taken(two_st
     names = [path.relative_to(two_steps / "20") for path in files(two_steps / "20")]
     guarded = [name for name in names if name.name not in ("_CHECKPOINT_METADATA", "commit_success.txt")]
     assert len(guarded) >= 10
-    assert {"state", "host_state", "data", "MANIFEST.json"} == {name.parts[0] for name in guarded}
+    assert {"state", "host_state", "run.json", "MANIFEST.json"} == {name.parts[0] for name in guarded}
     for number, name in enumerate(guarded):
         directory = shutil.copytree(two_steps, tmp_path / str(number))
         apply(directory / "20" / name)
@@ -372,9 +389,9 @@ def test_CKPT_04_a_stranger_a_lost_item_and_an_empty_copy_are_damage(two_steps, 
     for number, (change, reason) in enumerate({
         stranger: r"state/d/ffff: not in the manifest",
         lambda path: shutil.rmtree(path / "state"): r"state/\S+: missing",
-        lambda path: shutil.rmtree(path / "data"): r"data/metadata: missing",
+        lambda path: (path / "run.json").unlink(): r"run.json: missing",
         lambda path: [file.unlink() for file in files(path)]: r"MANIFEST.json: missing",
-        lambda path: [shutil.rmtree(path), path.mkdir(), (path / "README").touch()]: r"MANIFEST.json: missing",
+        lambda path: [shutil.rmtree(path), (path / "state").mkdir(parents=True)]: r"MANIFEST.json: missing",
     }.items()):  # fmt: skip
         directory = shutil.copytree(two_steps, tmp_path / str(number))
         change(directory / "20")
@@ -405,11 +422,11 @@ def test_two_damaged_ones_and_an_older_name_in_the_way(run_dir):
         assert attempt in entries(run_dir)
         save(checkpoints, 30)
     for step in (20, 30):
-        os.truncate(run_dir / str(step) / "data" / "metadata", 0)
+        os.truncate(run_dir / str(step) / "run.json", 0)
     with pytest.warns(UserWarning) as caught:  # noqa: PT030, both texts are looked at
         assert checkpoints.latest_verified() == 10
     assert [str(w.message).split(" (")[0] for w in caught] == [f"checkpoint {n} is damaged" for n in (30, 20)]
-    os.truncate(run_dir / "10" / "data" / "metadata", 0)
+    os.truncate(run_dir / "10" / "run.json", 0)
     with pytest.warns(UserWarning, match="checkpoint 10 is damaged"):
         assert checkpoints.latest_verified() is None
     assert checkpoints.steps() == []
@@ -417,13 +434,13 @@ def test_two_damaged_ones_and_an_older_name_in_the_way(run_dir):
 
 @pytest.mark.parametrize("same_object", [True, False])
 def test_CKPT_03_after_walking_back_saves_below_and_at_the_bad_step_work(run_dir, same_object):
-    checkpoints = Checkpoints(run_dir, keep_last=10)
+    checkpoints = Checkpoints(run_dir, keep=Keep(10))
     save(checkpoints, 1600, 1620)
     if not same_object:
         checkpoints.close()
-        checkpoints = Checkpoints(run_dir, keep_last=10)
-    flip(run_dir / "1620" / "host_state" / "metadata")
-    with pytest.warns(UserWarning, match=r"checkpoint 1620 is damaged \(host_state/metadata: "):
+        checkpoints = Checkpoints(run_dir, keep=Keep(10))
+    flip(run_dir / "1620" / "host_state" / "process_0.json")
+    with pytest.warns(UserWarning, match=r"checkpoint 1620 is damaged \(host_state/process_0.json: "):
         assert checkpoints.latest_verified() == 1600
     assert value(checkpoints, 1600) == 1600.0
     for step in (1610, 1620):
@@ -437,10 +454,10 @@ def test_a_step_that_is_there_is_left_alone(run_dir):
     before = {path: path.read_bytes() for path in files(run_dir)}
     checkpoints = Checkpoints(run_dir)
     for step in (10, 20):
-        assert checkpoints.save(step, at(99), host_state={}, data={}) is False
+        assert checkpoints.save(step, at(99), run={}) is False
     checkpoints.close()
     assert {path: path.read_bytes() for path in files(run_dir)} == before
-    assert checkpoints.save(15, at(15), host_state={}, data={}) is True  # below the newest, and not there
+    assert checkpoints.save(15, at(15), run={}) is True  # below the newest, and not there
     checkpoints.close()
     assert Checkpoints(run_dir).steps() == [10, 15, 20]
 
@@ -487,12 +504,15 @@ def test_a_mismatch_lists_every_difference_and_never_falls_back(run_dir, which):
 def test_RNG_01_a_dtype_or_generator_is_never_converted_silently(tmp_path, saved, wanted):
     checkpoints = Checkpoints(tmp_path)
     program = program_of({"w": jnp.zeros(3)}, model_state={"x": saved})
-    checkpoints.save(1, program.checkpoint_view(program.init()), host_state={}, data={})
+    checkpoints.save(1, program.checkpoint_view(program.init()), run={})
     checkpoints.close()
     with pytest.raises(MismatchError) as caught:
         checkpoints.restore(program_of({"w": jnp.zeros(3)}, model_state={"x": wanted}), 1)
     text = [f"{x.dtype}{list(x.shape)}" for x in (saved, wanted)]
-    assert str(caught.value).splitlines()[1:] == [f"  model_state/x: {text[0]} -> {text[1]}"]
+    lines = str(caught.value).splitlines()[1:]
+    assert lines[0] == f"  model_state/x: {text[0]} -> {text[1]}"
+    castable = saved.shape == wanted.shape
+    assert lines[1:] == (["allow the conversion with allow='dtype'"] if castable else [])
 
 
 def test_a_difference_in_structure_alone_is_restored_or_a_mismatch(tmp_path):
@@ -502,7 +522,7 @@ def test_a_difference_in_structure_alone_is_restored_or_a_mismatch(tmp_path):
     saved = any_bits(program)
     wanted = bits(saved)
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, saved, host_state={}, data={})
+    checkpoints.save(1, saved, run={})
     checkpoints.close()
     longer = program_of({"w": jnp.zeros(3)}, optimizer=optax.chain(adam, optax.identity()))
     try:
@@ -513,20 +533,22 @@ def test_a_difference_in_structure_alone_is_restored_or_a_mismatch(tmp_path):
         assert bits(longer.checkpoint_view(state)) == wanted
 
 
-def test_another_format_is_refused_with_a_sentence(run_dir, monkeypatch):
-    monkeypatch.setattr(store, "FORMAT", store.FORMAT + 1)
+def test_another_format_is_refused_with_a_sentence_and_stays_where_it_is(run_dir, monkeypatch):
+    monkeypatch.setattr(manifest, "FORMAT", manifest.FORMAT + 1)
     checkpoints = Checkpoints(run_dir)
-    with pytest.raises(MismatchError, match=r"checkpoint .*/20 has format 1; this version reads 2\."):
-        checkpoints.restore(small(), 20)
+    for look in (checkpoints.latest_verified, lambda: checkpoints.restore(small(), 20)):
+        with pytest.raises(MismatchError, match=r"checkpoint .*/20 has format 2 and this version of jaxtrain reads 3"):
+            look()
     assert checkpoints.steps() == [10, 20]
 
 
 def test_what_the_caller_saves_beside_cannot_replace_what_the_store_needs(tmp_path):
     checkpoints = Checkpoints(tmp_path)
-    own = {"format": 99, "tree": {"mine": 1}}
-    checkpoints.save(1, at(1), host_state=own, data=own)
+    own = {"format": 99, "tree": {"mine": 1}, "run": 3, "processes": 7}
+    checkpoints.save(1, at(1), run=own, host=own)
     checkpoints.close()
     assert value(checkpoints, 1) == 1.0
+    assert checkpoints.restore(small(), 1)[1:] == (own, own)
 
 
 # ---- commit, failures, retention ---------------------------------------------------------------------------------
@@ -536,9 +558,10 @@ def test_the_manifest_is_written_after_the_last_byte_and_before_the_name(tmp_pat
     """Pins Orbax: post_finalization_callback runs between finalizing and the rename."""
     seen = []
 
-    def write(directory: pathlib.Path) -> None:
+    def write(where: Any, name: str, described: Any) -> None:
+        directory = tmp_path / name
         seen.append((entries(tmp_path), {f.relative_to(directory): f.read_bytes() for f in files(directory)}))
-        original(directory)
+        original(where, name, described)
 
     original = manifest.write
     monkeypatch.setattr(manifest, "write", write)
@@ -552,7 +575,7 @@ def test_the_manifest_is_written_after_the_last_byte_and_before_the_name(tmp_pat
     assert {name: x for name, x in after.items() if name not in later} == {
         name: x for name, x in content.items() if name not in later
     }
-    assert manifest.problem(tmp_path / "7") is None
+    assert checkpoints.problem(7) is None
 
 
 @pytest.fixture
@@ -571,34 +594,44 @@ def failing(monkeypatch):
             assert self.done.wait(10)
             monkeypatch.undo()
 
-        def fail(self, directory: pathlib.Path) -> None:
+        def fail(self, *_: Any) -> None:
             self.done.set()
             raise OSError("disk gone")
 
     return Failing
 
 
-def poll(checkpoints: Checkpoints) -> None:
-    """What a loop does: ``check`` at every step, for up to five seconds."""
+def polled(checkpoints: Checkpoints) -> list[str]:
+    """What a loop does: ``poll`` at every step, for up to five seconds."""
     for _ in range(500):
-        checkpoints.check()
+        if told := checkpoints.poll():
+            return told
         time.sleep(0.01)
+    raise AssertionError("nothing was told")
 
 
-@pytest.mark.parametrize("by", ["check", "wait", "save", "close"])
-def test_CKPT_01_a_failure_behind_is_raised_with_step_path_and_cause(run_dir, failing, by):
-    checkpoints = Checkpoints(run_dir, keep_last=2)
+@pytest.mark.parametrize("by", ["poll", "wait", "save", "close"])
+def test_CKPT_01_a_failure_behind_is_told_with_step_path_and_cause(run_dir, failing, by):
+    checkpoints = Checkpoints(run_dir, keep=Keep(2))
     with failing():
-        checkpoints.save(30, at(30), host_state={}, data={})
-    raise_it = {
-        "check": lambda: poll(checkpoints), "wait": checkpoints.wait, "close": checkpoints.close,
-        "save": lambda: checkpoints.save(40, at(40), host_state={}, data={}),
-    }  # fmt: skip
-    with pytest.raises(CheckpointError, match=rf"^saving checkpoint 30 to {run_dir} failed: .*disk gone"):
-        raise_it[by]()
+        checkpoints.save(30, at(30), run={})
+    sentence = rf"^saving checkpoint 30 to {run_dir} failed: .*disk gone; the next save tries again \(1 of 3\)$"
+    if by == "poll":
+        (told,) = polled(checkpoints)
+        assert re.match(sentence, told)
+        assert checkpoints.poll() == []  # told once
+    elif by == "save":
+        assert checkpoints.save(40, at(40), run={})  # the run goes on
+        (told,) = checkpoints.poll()
+        assert re.match(sentence, told)
+        checkpoints.wait()
+        assert checkpoints.steps() == [20, 40]
+        return
+    else:
+        with pytest.raises(CheckpointError, match=sentence):
+            getattr(checkpoints, by)()
     assert checkpoints.steps() == [10, 20]  # and nothing was retired for it
     assert checkpoints.latest_verified() == 20
-    checkpoints.check()  # told once
     checkpoints.wait()
     save(checkpoints, 30)  # the name is free
     assert checkpoints.steps() == [20, 30]
@@ -607,28 +640,110 @@ def test_CKPT_01_a_failure_behind_is_raised_with_step_path_and_cause(run_dir, fa
     checkpoints.close()
 
 
+def test_CKPT_01_so_many_failures_in_a_row_are_an_error_and_a_success_begins_anew(run_dir, failing):
+    checkpoints = Checkpoints(run_dir, max_failures=2)
+    with failing():
+        checkpoints.save(30, at(30), run={})
+    save(checkpoints, 40)
+    assert len(checkpoints.poll()) == 1
+    with failing():
+        checkpoints.save(50, at(50), run={})
+        with pytest.raises(CheckpointError, match="disk gone; the next save tries again"):
+            checkpoints.wait()
+        checkpoints.save(60, at(60), run={})
+        with pytest.raises(CheckpointError, match=r"saving checkpoint 60 .* disk gone \(2 saves in a row failed\)$"):
+            checkpoints.wait()
+    assert checkpoints.latest_verified() == 40
+
+
+def test_CKPT_01_a_save_that_waits_tries_again(run_dir, monkeypatch):
+    checkpoints, tries = Checkpoints(run_dir), []
+
+    def write(*arguments: Any) -> None:
+        tries.append(arguments)
+        if len(tries) < 3:
+            raise OSError("busy")
+        original(*arguments)
+
+    original = manifest.write
+    monkeypatch.setattr(manifest, "write", write)
+    assert checkpoints.save(30, at(30), run={}, wait=True)
+    assert (len(tries), len(checkpoints.poll()), checkpoints.latest_verified()) == (3, 2, 30)
+    tries.clear()
+    monkeypatch.setattr(manifest, "write", lambda *_: (_ for _ in ()).throw(OSError("gone")))
+    with pytest.raises(CheckpointError, match=r"saving checkpoint 31 .* gone \(3 saves in a row failed\)$"):
+        checkpoints.save(31, at(31), run={}, wait=True)
+
+
+def test_a_save_that_hangs_is_noticed_by_its_age(run_dir, monkeypatch):
+    go = threading.Event()
+    monkeypatch.setattr(manifest, "write", lambda *_: go.wait(60))
+    checkpoints = Checkpoints(run_dir, timeout_s=1)
+    checkpoints.save(30, at(30), run={})
+    assert checkpoints.poll() == []
+    with pytest.raises(StuckError, match=rf"saving checkpoint 30 to {run_dir} has not ended for \d s \(timeout 1 s\)"):
+        polled(checkpoints)
+    checkpoints.close()  # does not wait for it
+    go.set()
+    assert Checkpoints(run_dir).latest_verified() == 20
+
+
 def test_a_directory_that_cannot_be_made_is_a_checkpoint_error(tmp_path):
     (tmp_path / "file").write_text("")
-    checkpoints = Checkpoints(tmp_path / "file" / "checkpoints")
+    checkpoints = Checkpoints(tmp_path / "file" / "checkpoints", max_failures=2)
     assert checkpoints.latest_verified() is None
-    with pytest.raises(CheckpointError, match=rf"saving checkpoint 1 to {tmp_path}/file/checkpoints failed: "):
-        checkpoints.save(1, at(1), host_state={}, data={})
+    assert checkpoints.save(1, at(1), run={}) is False
+    (told,) = checkpoints.poll()
+    assert re.match(
+        rf"saving checkpoint 1 to {tmp_path}/file/checkpoints failed: .* cannot be written: .*Not a dir", told
+    )
+    with pytest.raises(CheckpointError, match=rf"saving checkpoint 2 to {tmp_path}/file/checkpoints failed: "):
+        checkpoints.save(2, at(2), run={})
 
 
-def test_CKPT_08_the_newest_are_kept(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep_last=2)
+def test_CKPT_08_the_newest_are_kept(place):
+    checkpoints = Checkpoints(place, keep=Keep(2))
     for step, kept in ((1, [1]), (2, [1, 2]), (3, [2, 3]), (10, [3, 10]), (100, [10, 100])):
         save(checkpoints, step)
         assert checkpoints.steps() == kept
-        assert entries(tmp_path) == set(map(str, kept))
+        assert sorted(map(int, checkpoints.files.committed())) == kept
+        assert checkpoints.files.partial() == []
     assert [value(checkpoints, step) for step in (10, 100)] == [10.0, 100.0]
     checkpoints.close()
-    save(Checkpoints(tmp_path, keep_last=1), 101)
+    save(Checkpoints(place, keep=Keep(1)), 101)
     assert checkpoints.steps() == [101]
 
 
+def test_CKPT_08_the_best_and_the_newest_are_two_things(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=Keep(last=2, best=1, metric="err"))
+    for step, error in ((100, 1.0), (200, 2.0), (300, 3.0), (400, float("nan")), (500, 5.0)):
+        checkpoints.save(step, at(step), run={}, metrics={"err": error})
+        checkpoints.wait()
+    assert (checkpoints.steps(), checkpoints.latest_verified()) == ([100, 400, 500], 500)
+    save(checkpoints, 600)  # without a metric
+    assert checkpoints.steps() == [100, 500, 600]
+
+
+def test_nothing_is_deleted_where_the_newest_is_damaged(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, keep=Keep(1))
+    save(checkpoints, 1)
+    settled = checkpoints._retire
+
+    def lose(newest: int, before: Any) -> None:
+        os.truncate(tmp_path / "2" / "run.json", 3)
+        settled(newest, before)
+
+    monkeypatch.setattr(checkpoints, "_retire", lose)
+    save(checkpoints, 2)
+    assert checkpoints.steps() == [1, 2]
+    assert re.search(r"checkpoint 2 in .* is damaged \(run.json: 3 bytes, \d+ were written\); nothing is deleted",
+                     checkpoints.poll()[0])  # fmt: skip
+    with pytest.warns(UserWarning, match="checkpoint 2 is damaged"):
+        assert checkpoints.latest_verified() == 1
+
+
 def test_checkpoints_that_a_user_deleted_meanwhile_are_no_error(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    checkpoints = Checkpoints(tmp_path, keep=Keep(2))
     save(checkpoints, 1, 2)
     shutil.rmtree(tmp_path / "1")
     shutil.rmtree(tmp_path / "2")
@@ -637,15 +752,15 @@ def test_checkpoints_that_a_user_deleted_meanwhile_are_no_error(tmp_path):
 
 
 def test_CKPT_03_a_kill_between_retiring_and_deleting_lists_nothing_without_data(tmp_path, monkeypatch):
-    checkpoints = Checkpoints(tmp_path, keep_last=1)
+    checkpoints = Checkpoints(tmp_path, keep=Keep(1))
     with monkeypatch.context() as patch:
-        patch.setattr(store.shutil, "rmtree", lambda *_, **__: None)  # killed before this line
+        patch.setattr(files_lib.shutil, "rmtree", lambda *_, **__: None)  # killed before this line
         save(checkpoints, 1, 2)
     assert files(tmp_path / ".deleted")
-    again = Checkpoints(tmp_path, keep_last=1)
+    again = Checkpoints(tmp_path, keep=Keep(1))
     assert (again.steps(), again.latest_verified()) == ([2], 2)
     save(again, 1)  # also under the very name that was retired
-    assert again.steps() == [1] or again.steps() == [1, 2]
+    assert again.steps() == [2]  # and it is retired at once
     save(again, 3)
     assert (again.steps(), entries(tmp_path)) == ([3], {"3"})
 
@@ -655,6 +770,7 @@ KILLED = """
     import jax, jax.numpy as jnp, optax
     from jaxtrain import sharding
     from jaxtrain.checkpoint import manifest
+    from jaxtrain.checkpoint.retention import Keep
     from jaxtrain.checkpoint.store import CheckpointError, Checkpoints
     from jaxtrain.precision import Precision
     from jaxtrain.step import Loss, Variables, build_train_step
@@ -669,10 +785,10 @@ KILLED = """
     def resident_mb():
         return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
 
-    leaking, after = Checkpoints(sys.argv[1] + "-many", keep_last=1), []
+    leaking, after = Checkpoints(sys.argv[1] + "-many", keep=Keep(1)), []
     many = snapshot(1 << 22, 1.0)  # 16 MiB
     for step in range(10):
-        leaking.save(step, many, host_state={}, data={})
+        leaking.save(step, many, run={})
         leaking.wait()
         after.append(resident_mb())
     leaking.close()
@@ -682,15 +798,15 @@ KILLED = """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, hard))  # writes beyond it fail, as on a full disk
     try:
-        checkpoints.save(5, snapshot(1 << 20, 1.0), host_state={}, data={})
+        checkpoints.save(5, snapshot(1 << 20, 1.0), run={})
         checkpoints.wait()
     except CheckpointError as error:
         print(checkpoints.steps(), str(error)[:200], flush=True)
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    checkpoints.save(10, snapshot(300, 0.0), host_state={}, data={})
+    checkpoints.save(10, snapshot(300, 0.0), run={})
     checkpoints.wait()
-    manifest.write = lambda directory: os.kill(os.getpid(), signal.SIGKILL)
-    checkpoints.save(20, snapshot(300, 0.0), host_state={}, data={})
+    manifest.write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    checkpoints.save(20, snapshot(300, 0.0), run={})
     checkpoints.wait()
 """
 
@@ -722,15 +838,15 @@ def test_a_reader_leaves_a_save_in_flight_alone(run_dir, monkeypatch, item):
     """``jaxtrain eval`` and ``sample`` open the directory of a run that is training."""
     reached, go = threading.Event(), threading.Event()
 
-    def write(directory: pathlib.Path) -> None:
+    def write(*arguments: Any) -> None:
         reached.set()
         assert go.wait(30)
-        original(directory)
+        original(*arguments)
 
     original = manifest.write
     monkeypatch.setattr(manifest, "write", write)
     trainer, reader = Checkpoints(run_dir), Checkpoints(run_dir)
-    trainer.save(30, at(30), host_state=HOST, data=DATA)
+    trainer.save(30, at(30), run=HOST, host=DATA)
     assert reached.wait(30)
     before = {path.name: {f.relative_to(path) for f in files(path)} for path in run_dir.iterdir()}
     try:
@@ -738,7 +854,7 @@ def test_a_reader_leaves_a_save_in_flight_alone(run_dir, monkeypatch, item):
         if item == "restore":
             assert value(reader, 20) == 20.0
         else:
-            assert reader.data(20) == DATA
+            assert reader.run(20) == HOST
         reader.close()
         assert {path.name: {f.relative_to(path) for f in files(path)} for path in run_dir.iterdir()} == before
     finally:
@@ -751,11 +867,11 @@ def test_a_reader_leaves_a_save_in_flight_alone(run_dir, monkeypatch, item):
 def test_a_checkpoint_that_is_retired_while_a_reader_looks_at_it_is_passed_over(run_dir, monkeypatch):
     """Neither damage, which would warn, nor a crash: with ``keep_last=1`` and a busy reader it happens every minute."""
 
-    def problem(directory: pathlib.Path) -> str | None:
-        if directory.name == "20":  # the trainer is faster
+    def problem(where: Any, name: str, **how: Any) -> str | None:
+        if name == "20":  # the trainer is faster
             (run_dir / ".deleted").mkdir()
-            directory.rename(run_dir / ".deleted" / "20")
-        return original(directory)
+            (run_dir / name).rename(run_dir / ".deleted" / "20")
+        return original(where, name, **how)
 
     original = manifest.problem
     monkeypatch.setattr(manifest, "problem", problem)
@@ -766,13 +882,13 @@ def test_a_checkpoint_that_is_retired_while_a_reader_looks_at_it_is_passed_over(
 def test_nothing_warns_in_the_life_of_a_good_run(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        first = Checkpoints(tmp_path, keep_last=1)
+        first = Checkpoints(tmp_path, keep=Keep(1))
         save(first, 1, 2)
-        first.check()
+        first.poll()
         first.close()
         first.close()
-        second = Checkpoints(tmp_path, keep_last=1)
+        second = Checkpoints(tmp_path, keep=Keep(1))
         assert value(second, second.latest_verified()) == 2.0
         save(second, 3)
         second.close()
-    assert json.loads((tmp_path / "3" / "data" / "metadata").read_text()) == DATA
+    assert json.loads((tmp_path / "3" / "run.json").read_text())["run"] == HOST
