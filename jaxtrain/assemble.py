@@ -5,7 +5,7 @@ What runs them reads from the config its cadences and what it prints, nothing th
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,8 @@ from ml_collections import ConfigDict
 
 from jaxtrain import adapters, optim, schedules, sharding
 from jaxtrain import config as config_lib
+from jaxtrain.checkpoint import tools
+from jaxtrain.checkpoint.errors import CheckpointError
 from jaxtrain.checkpoint.retention import Keep
 from jaxtrain.checkpoint.store import Checkpoints
 from jaxtrain.config import ConfigError
@@ -51,12 +53,30 @@ class Experiment:
         """Rows of the global micro-batch."""
         return self.config.data.micro_batch_size
 
+    def check(self, run: Mapping[str, Any], allow: Collection[str] = ()) -> list[str]:
+        """Raise ConfigError where a checkpoint was saved by another experiment, or on other data than is here now.
+
+        Args:
+            run: what the checkpoint says about it, see ``Checkpoints.run``. allow: what may differ.
+
+        Returns:
+            What differs and is allowed, a line each.
+        """
+        step = run["counts"]["step"]
+        lines = config_lib.refuse_drift(run["config"], self.config, f"checkpoint {step}", allow)
+        if "data" not in allow:
+            self.check_data(run["data"]["fingerprint"], step)
+        elif run["data"]["fingerprint"] != self.data.fingerprint:
+            lines.append("other data than before")
+        return lines
+
     def check_data(self, fingerprint: str, step: int) -> None:
         """Raise ConfigError where checkpoint ``step`` was trained on other data than is here now."""
         if fingerprint != self.data.fingerprint:
             raise ConfigError(
                 f"the data has changed since checkpoint {step} was saved (fingerprint {fingerprint[:12]} then, "
-                f"{self.data.fingerprint[:12]} now); put it back, or start in another --workdir."
+                f"{self.data.fingerprint[:12]} now); put it back, start in another --workdir, or go on all the same "
+                "with --allow=data."
             )
 
     def module(self, params: Any, model_state: Any = ()) -> nnx.Module:
@@ -145,6 +165,22 @@ def checkpoints(
         c.directory or workdir / "checkpoints", keep=keep, timeout_s=c.timeout_s, max_failures=c.max_failures,
         read_only=read_only,
     )  # fmt: skip
+
+
+def checkpoint_at(path: str) -> tuple[Checkpoints, int]:
+    """The checkpoint at ``path``, or the newest whole one of a directory of them or a workdir, to read from.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    files, name = tools.find(path)
+    if name is not None and not name.isdecimal():
+        raise CheckpointError(f"{path} was set aside as damaged; give another checkpoint.")
+    checkpoints = Checkpoints(files.root, read_only=True)
+    step = checkpoints.latest_verified() if name is None else int(name)
+    if step is None:
+        raise CheckpointError(f"{path} holds no checkpoint that is whole; give another.")
+    return checkpoints, step
 
 
 def make_task(config: ConfigDict, mesh: Mesh) -> Task:

@@ -1,8 +1,8 @@
 """The command line: parse, call, print.
 
-Exit codes: 0 done; 2 bad input, told in a sentence (with JAXTRAIN_DEBUG=1 in the environment: with its trace back);
-70 an exception; 75 stopped by SIGTERM or Ctrl-C, what was finished is saved and the same line goes on; 130 interrupted
-at once by Ctrl-C.
+Exit codes: 0 done; 1 a checkpoint that was looked at is damaged; 2 bad input, told in a sentence (with
+JAXTRAIN_DEBUG=1 in the environment: with its trace back); 70 an exception; 75 stopped by SIGTERM or Ctrl-C, what was
+finished is saved and the same line goes on; 130 interrupted at once by Ctrl-C.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import difflib
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import math
 import os
 import pathlib
@@ -25,6 +26,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxtrain import checkpoint_commands
 from jaxtrain import config as config_lib
 from jaxtrain.config import ConfigError
 from jaxtrain.preemption import Preemption
@@ -97,7 +99,7 @@ def _command() -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="jaxtrain", description="Train models, and look at what came of it.")
     parser.add_argument("--version", action="version", version=f"jaxtrain {importlib.metadata.version('jaxtrain')}")
-    commands = parser.add_subparsers(required=True, metavar="train|eval|sample|config|version")
+    commands = parser.add_subparsers(required=True, metavar="train|eval|sample|ckpt|config|version")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
@@ -108,6 +110,10 @@ def _parser() -> argparse.ArgumentParser:
     train.epilog = "Any key is overridden with --config.a.b=value; jaxtrain config show lists them."
     train.add_argument("--config", required=True, metavar="FILE[:ARG]", help="a file with get_config(arg)")
     train.add_argument("--workdir", required=True, metavar="DIR", help="the run's directory, made if need be")
+    train.add_argument(
+        "--allow", default="", metavar="WHAT,...",
+        help="go on although these differ from what was saved: config keys, data (other data), dtype (casts arrays)",
+    )  # fmt: skip
     evaluation = command("eval", _eval, "Evaluate a checkpoint on the held-out data.")
     sample = command("sample", _sample, "Generate text from a checkpoint of a language model.")
     for sub in (evaluation, sample):
@@ -118,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--tokens", type=int, help="how many to generate; by default the config's sample.tokens")
     sample.add_argument("--temperature", type=float, help="0: always the likeliest")
     sample.add_argument("--seed", type=int, default=0, help="another seed draws another text")
+    checkpoint_commands.add(commands)
     show = command("config", _show, "Print a config with all overrides applied: jaxtrain config show --config=FILE")
     show.add_argument("action", nargs="?", default="show", choices=["show"])
     show.add_argument("--config", metavar="FILE[:ARG]", help="without it: the defaults")
@@ -200,22 +207,27 @@ def _train(arguments: argparse.Namespace, overrides: dict[str, str]) -> int:
         experiment = _assembled(config)  # before the workdir is made: a refused command leaves nothing behind
         workdir = Workdir(arguments.workdir)
         try:
-            workdir.check(experiment.config)
-            return _train_in(workdir, experiment, arguments.line, preemption)
+            allow = config_lib.allowed(arguments.allow)
+            workdir.check(experiment.config, allow)
+            return _train_in(workdir, experiment, arguments.line, preemption, allow)
         finally:
             workdir.close()
 
 
-def _train_in(workdir: Workdir, experiment: Any, line: str, preemption: Preemption) -> int:
+def _train_in(workdir: Workdir, experiment: Any, line: str, preemption: Preemption, allow: frozenset[str]) -> int:
     from jaxtrain import loop, report  # heavy: only commands that compute load jax
-    from jaxtrain.checkpoint.store import MismatchError  # heavy: only commands that compute load jax
+    from jaxtrain.checkpoint.errors import MismatchError, StuckError  # as above
 
     for text in experiment.describe():
         say(text)
     try:
-        outcome = loop.train(experiment, workdir, preemption=preemption)
+        outcome = loop.train(experiment, workdir, preemption=preemption, allow=allow)
     except MismatchError as error:
         raise ConfigError(str(error)) from error
+    except StuckError:
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(FAILED)  # the interpreter would wait for the thread that is stuck
     if not outcome.finished:
         where = f"at step {outcome.step}, which is saved" if outcome.saved else "before a step was finished"
         say(f"{outcome.stopped_by}: stopped {where}. Go on with the same line:\n  {line}")
@@ -304,6 +316,9 @@ def _assembled(config: ConfigDict) -> Any:
 
 def _set_up_jax(config: ConfigDict) -> None:
     import jax  # heavy: only commands that compute load jax
+
+    if not os.environ.get("JAXTRAIN_DEBUG"):
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax's: what fails there is told by us, in a sentence
 
     if config.compile_cache:
         directory = config.compile_cache

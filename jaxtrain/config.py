@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict, FieldReference
@@ -164,6 +164,9 @@ KEYS: dict[str, Key] = {
     "mesh.data": Key(1, "replicas", low=-1, free=True),
     "mesh.fsdp": Key(-1, "shards of the parameters; -1: all devices left", low=-1, free=True),
     "mesh.tensor": Key(1, "shards of each layer", low=-1, free=True),
+    "init_from": Key(
+        "", "parameters of a new run: a checkpoint, or a directory of them, whose newest is taken; empty: random"
+    ),
     "checkpoint.directory": Key("", "where checkpoints lie: a path or gs://BUCKET/PATH; empty: in the workdir"),
     "checkpoint.every_steps": Key(100, "windows between two checkpoints; 0: only at the end", low=0, free=True),
     "checkpoint.every_s": Key(
@@ -303,12 +306,44 @@ def drift(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def about_the_horizon(old: ConfigDict, new: ConfigDict) -> str:
+def allowed(text: str) -> frozenset[str]:
+    """``--allow``'s list: keys whose change makes another experiment, ``data`` and ``dtype``.
+
+    Raises:
+        ConfigError: something else, or a key that may change anyway.
+    """
+    names = frozenset(name for name in text.split(",") if name)
+    for name in names - {"data", "dtype"}:
+        _known(name)
+        if KEYS[name].free:
+            raise ConfigError(f"--allow={name}: this key may change when a run goes on; leave it out.")
+    return names
+
+
+def refuse_drift(old: Mapping[str, Any], new: ConfigDict, where: str, allow: Collection[str] = ()) -> list[str]:
+    """Raise ConfigError where ``new`` is another experiment than ``old``, found in ``where``; differences are listed.
+
+    Returns:
+        The differences that ``allow`` names, which are let pass.
+    """
+    lines = drift(old, new)
+    refused = [line for line in lines if line.split(":")[0] not in allow]
+    if refused:
+        flag = ",".join(sorted({line.split(":")[0] for line in lines} | {*allow} - {"data", "dtype"}))
+        raise ConfigError(
+            f"{where} holds another experiment:\n  " + "\n  ".join(refused) + "\nuse another --workdir, or put these "
+            "values back; what a run may change in mid-course is marked in: jaxtrain config show\nif the change is "
+            f"meant, go on with --allow={flag}" + about_the_horizon(old, new)
+        )
+    return lines
+
+
+def about_the_horizon(old: Mapping[str, Any], new: ConfigDict) -> str:
     """A line of advice where ``new`` is ``old`` (both resolved) with another horizon and nothing else; or nothing.
 
     The schedule follows ``steps`` where it is not told otherwise: to raise them alone makes another experiment.
     """
-    horizon = old.optim.schedule_steps
+    horizon = old["optim"]["schedule_steps"]
     if len(drift(old, new)) != 1 or new.optim.schedule_steps in (horizon, 0) or new.optim.schedule_steps != new.steps:
         return ""
     if new.steps > horizon and new.optim.end_learning_rate == 0:

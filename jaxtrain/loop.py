@@ -7,7 +7,7 @@ It waits for nothing but the step before the one it has just dispatched: metrics
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TextIO
 
 import jax
@@ -16,7 +16,9 @@ from jaxtrain import assemble, metrics
 from jaxtrain.assemble import Experiment
 from jaxtrain.cadence import Cadence, Failures
 from jaxtrain.checkpoint import host_state
+from jaxtrain.checkpoint.errors import CheckpointError
 from jaxtrain.checkpoint.store import Checkpoints
+from jaxtrain.config import ConfigError
 from jaxtrain.distributed import gather
 from jaxtrain.evaluate import evaluate
 from jaxtrain.goodput import Goodput, Phase
@@ -52,6 +54,7 @@ def train(
     callbacks: Sequence[metrics.Callback] = (),
     stream: TextIO | None = None,
     preemption: Preemption | None = None,
+    allow: Collection[str] = (),
 ) -> Outcome:
     """Train until ``config.steps`` windows are done, from the workdir's newest verified checkpoint if there is one.
 
@@ -59,13 +62,14 @@ def train(
         callbacks: told of logs, evaluations, saves and the end, beside ``metrics.jsonl`` and TensorBoard.
         stream: where progress goes; stdout by default.
         preemption: who else may ask the run to save and stop, before or during it; not entered yet.
+        allow: what may differ from what the checkpoint was saved with: config keys, ``data``, ``dtype``.
 
     Raises:
         NonFiniteError: too many windows in a row were skipped. CheckpointError: a save failed.
         ConfigError: the newest checkpoint was made from other data.
     """
     config, program = experiment.config, experiment.program
-    workdir.check(config)
+    workdir.check(config, allow)
     with contextlib.ExitStack() as stack:
         preemption = preemption or Preemption()
         stack.push(preemption)  # left last; entered when there is something to save
@@ -73,18 +77,25 @@ def train(
         stack.push(lambda kind, *_: _quietly(checkpoints.close, kind))
         began = time.monotonic()
         newest = checkpoints.latest_verified()
+        changes: list[str] = []
         if newest is not None:  # the last refusal: from here on the workdir is written
-            experiment.check_data(checkpoints.run(newest)["data"]["fingerprint"], newest)
-        workdir.keep(config)
+            changes = experiment.check(checkpoints.run(newest), allow)
+        try:
+            checkpoints.probe()
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
+        workdir.keep(config, allow)
         goodput = Goodput(workdir.path / "goodput.json", before={Phase.RESTORE: time.monotonic() - began})
         stack.push(lambda kind, *_: _quietly(goodput.save, kind))
         with goodput.phase(Phase.COMPILE if newest is None else Phase.RESTORE):
-            state, start, platform_changes = _start(experiment, checkpoints, newest)
+            state, start, platform_changes = _start(experiment, checkpoints, newest, allow)
         journal = stack.enter_context(Journal(experiment, workdir, goodput, start, callbacks, stream))
         if start["window"]:
             journal.say(f"restored step {start['step']}: row {start['sample_index']:,} of the data is next")
             if start["window"] >= config.steps:
                 journal.say(f"all {config.steps} steps are done already: nothing to train")
+            for change in changes:
+                journal.say(f"changed, as allowed: {change}")
             for change in platform_changes:
                 journal.say(f"not bit for bit as before: {change}")
         position = start["sample_index"]
@@ -191,14 +202,18 @@ def _due(done: int, every: int) -> bool:
 
 
 def _start(
-    experiment: Experiment, checkpoints: Checkpoints, newest: int | None
+    experiment: Experiment, checkpoints: Checkpoints, newest: int | None, allow: Collection[str]
 ) -> tuple[TrainState, dict[str, int], list[str]]:
     """The newest verified state, or a new one; the host's counts at that point; what is another platform than then."""
     program, config = experiment.program, experiment.config
     if newest is None:
         host_state.seed_generators(config.seed)
-        return program.init(), {"window": 0, "step": 0, "micro_step": 0, "tokens": 0, "sample_index": 0}, []
-    restored = checkpoints.restore(program, newest)
+        params = None
+        if config.init_from:
+            source, step = assemble.checkpoint_at(config.init_from)
+            params = source.restore_params(step, program.abstract_state.params, allow=allow)
+        return program.init(params), {"window": 0, "step": 0, "micro_step": 0, "tokens": 0, "sample_index": 0}, []
+    restored = checkpoints.restore(program, newest, allow=allow)
     changes = []
     if restored.host is not None:
         host_state.apply(restored.host["generators"])

@@ -5,6 +5,7 @@ Nothing here can stop a run: a reader that went away (``jaxtrain train | head``)
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -213,6 +214,60 @@ class Status:
         return spinner
 
 
+class Transfer:
+    """A context for bytes that are read or copied: ``with Transfer("verifying", total) as told: read(on_bytes=told)``.
+
+    Nothing is shown in the first two seconds. Then a terminal sees a bar with the time that is left, and any other
+    stream gets one line.
+
+    Args:
+        total_bytes: how many there will be; 0: not known.
+    """
+
+    SILENT_S = 2.0
+
+    def __init__(
+        self, text: str, total_bytes: int, stream: TextIO | None = None,
+        *, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._text, self._total, self._done = text, total_bytes, 0
+        self._stream, self._clock, self._since_s = _Stream(stream), clock, clock()
+        self._told, self._lock = False, threading.Lock()
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __call__(self, count: int) -> None:
+        """So many bytes more; from any thread."""
+        with self._lock:
+            self._done += count
+            if self._told or self._clock() - self._since_s < self.SILENT_S:
+                return
+            self._told = True
+            if self._stream.terminal:
+                self._live = _start_live(self._stream, self._render)
+            else:
+                self._stream.line(f"{self._text}, {size(self._total)} ...")
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _render(self, width: int) -> Any:
+        from rich.progress_bar import ProgressBar  # only terminals need rich
+        from rich.table import Table  # as above
+        from rich.text import Text  # as above
+
+        passed_s = max(self._clock() - self._since_s, 1e-9)
+        eta_s = (self._total - self._done) * passed_s / self._done if self._done and self._total else None
+        after = f"{size(self._done)} of {size(self._total)}  {size(self._done / passed_s)}/s  {_duration(eta_s)} left"
+        bar = ProgressBar(total=self._total or None, completed=self._done, width=max(8, min(30, width - 70)))
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row(Text(self._text), bar, Text(after))
+        return grid
+
+
 class _Stream:
     """A text stream that is safe to write to: when the reader is gone or the stream is closed it goes quiet."""
 
@@ -281,6 +336,15 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 def _or_dash(value: float | int | None, spec: str) -> str:
     return "-" if value is None else format(value, spec)
+
+
+def size(count: float) -> str:
+    """``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
 
 
 def _duration(seconds: float | None) -> str:

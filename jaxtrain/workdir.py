@@ -5,7 +5,7 @@ import fcntl
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -38,25 +38,21 @@ class Workdir:
                 f"workdir {self.path} is in use by another process; wait for it or choose another."
             ) from None
 
-    def check(self, config: ConfigDict) -> None:
+    def check(self, config: ConfigDict, allow: Collection[str] = ()) -> None:
         """Hold ``config`` (resolved) against the ``config.json`` that is there, if there is one; writes nothing.
+
+        Args:
+            allow: keys that may differ.
 
         Raises:
             ConfigError: the directory holds another experiment; each key that differs is listed.
         """
         if (self.path / "config.json").exists():
-            lines = config_lib.drift(read_config(self.path), config)
-            if lines:
-                raise ConfigError(
-                    f"workdir {self.path} holds another experiment:\n  "
-                    + "\n  ".join(lines)
-                    + "\nuse another --workdir, or put these values back; what a run may change in mid-course is "
-                    "marked in: jaxtrain config show" + config_lib.about_the_horizon(read_config(self.path), config)
-                )
+            config_lib.refuse_drift(read_config(self.path), config, f"workdir {self.path}", allow)
 
-    def keep(self, config: ConfigDict) -> None:
+    def keep(self, config: ConfigDict, allow: Collection[str] = ()) -> None:
         """Write ``config.json``, after the same ``check``."""
-        self.check(config)
+        self.check(config, allow)
         write_whole(self.path / "config.json", json.dumps(config.to_dict(), indent=2).encode() + b"\n")
 
     def close(self) -> None:

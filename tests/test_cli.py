@@ -330,7 +330,13 @@ def test_another_text(refused, config_file, copy, tmp_path):
     ]
     (moved / "0.txt").write_text("other text\n" * 200)
     before = contents(copy)
-    refused(r"the data has changed since checkpoint 6 was saved", *train, "--config.steps=9")
+    train.append("--config.steps=9")
+    refused(r"checkpoint 6 holds another experiment:\n  data.paths: .*\nif .* go on with --allow=data.paths", *train)
+    refused(
+        r"the data has changed since checkpoint 6 was saved.* go on .* --allow=data\.", *train, "--allow=data.paths"
+    )
+    refused(r"--allow=steps: this key may change when a run goes on; leave it out", *train, "--allow=steps")
+    refused(r"unknown key dato", *train, "--allow=dato")
     assert contents(copy) == before
 
 

@@ -261,14 +261,15 @@ def test_70_where_a_save_fails(config_file, tmp_path):
     """A disk that fills up is no bad input: trace back and 70, with what was committed intact."""
     (tmp_path / "sitecustomize.py").write_text(
         "from jaxtrain.checkpoint import manifest\nwrite = manifest.write\n"
-        "def fail(directory):\n    if directory.name.startswith('6.'):\n        raise OSError(28, 'No space left')\n"
-        "    write(directory)\nmanifest.write = fail\n"
+        "def fail(files, name, entries):\n    if not name.startswith('3.'):\n        raise OSError(28, 'No space left')\n"
+        "    write(files, name, entries)\nmanifest.write = fail\n"
     )
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     workdir = tmp_path / "run"
     code, out, err = run(train_line(config_file, workdir, "--config.checkpoint.every_steps=3"), env=env)
     assert code == 70, err
-    assert re.search(r"CheckpointError: saving checkpoint 6 .*No space left", err)
+    assert "saving checkpoint 6" in out  # told when it happens, in the course of the run
+    assert re.search(r"CheckpointError: saving checkpoint \d+ .*No space left.* \(3 saves in a row failed\)", err)
     assert "next:" not in out
     assert steps_saved(workdir) == [3]
     assert Checkpoints(workdir / "checkpoints").problem(3) is None

@@ -18,7 +18,7 @@ LAYERS = {
     **dict.fromkeys(("plan", "cost"), 4),
     **dict.fromkeys(("tasks", "assemble"), 5),
     **dict.fromkeys(("loop", "async_loop", "evaluate", "journal", "report"), 6),
-    **dict.fromkeys(("launch", "cli"), 7),
+    **dict.fromkeys(("launch", "cli", "checkpoint_commands"), 7),
 }
 SAME_LAYER = {  # who may import whom inside a layer, as the table of docs/architecture.md says
     "config": {"horizon"}, "assemble": {"tasks"},
@@ -27,7 +27,7 @@ SAME_LAYER = {  # who may import whom inside a layer, as the table of docs/archi
     "step": {"checks", "intake", "recipe", "records", "state"},
     **{key: {"workdir"} for key in ("goodput", "metrics", "plot")}, "progress": {"metrics"},
     "checkpoint": {"distributed", "workdir"},
-    "loop": {"evaluate", "journal"}, "report": {"loop"},
+    "loop": {"evaluate", "journal"}, "report": {"loop"}, "cli": {"checkpoint_commands"},
 }  # fmt: skip
 FORBIDDEN_FILES = {"utils", "helpers", "common"}
 JAX = {"jax", "jaxlib", "flax", "optax"}

@@ -289,8 +289,8 @@ class SealedProgram(Wrapped):
     def seal(self, state):
         return sealed(state, lambda what: self.events.append((what, self.number)))
 
-    def init(self):
-        return self.seal(self.inner.init())
+    def init(self, params=None):
+        return self.seal(self.inner.init(params))
 
     def resume(self, snapshot):
         return self.seal(self.inner.resume(snapshot))

@@ -154,12 +154,19 @@ def test_another_experiment_is_listed_with_the_remedy_and_changes_nothing(held):
         held.keep(other)
     lines = str(caught.value).splitlines()
     assert lines[0] == f"workdir {held.path} holds another experiment:"
-    assert lines[1:-1] == [
+    assert lines[1:-2] == [
         "  data.paths: ('stdlib',) -> ('x',)", "  optim.schedule_steps: 1000 -> 500", "  optim.b1: 0.9 -> 0.8",
     ]  # fmt: skip
-    assert "another --workdir" in lines[-1]
-    assert "jaxtrain config show" in lines[-1]
+    assert "another --workdir" in lines[-2]
+    assert "jaxtrain config show" in lines[-2]
+    assert lines[-1] == "if the change is meant, go on with --allow=data.paths,optim.b1,optim.schedule_steps"
+    with pytest.raises(ConfigError) as caught:
+        held.keep(other, {"optim.b1", "data.paths"})
+    assert str(caught.value).splitlines()[1:-2] == ["  optim.schedule_steps: 1000 -> 500"]
+    assert str(caught.value).splitlines()[-1] == lines[-1]
     assert (held.path / "config.json").read_bytes() == first
+    held.keep(other, {"optim.b1", "data.paths", "optim.schedule_steps"})
+    assert (held.path / "config.json").read_bytes() != first
 
 
 @pytest.mark.parametrize(
@@ -180,7 +187,7 @@ def test_more_steps_on_a_schedule_that_follows_them(held, changes, advice):
     if changes:
         held.check(resolved(steps=2000, optim__schedule_steps=1000, **changes))
     for others in ({"steps": 2000, "seed": 1}, {"seed": 1}):  # more than the horizon differs, or something else
-        with pytest.raises(ConfigError, match=r"config show$"):
+        with pytest.raises(ConfigError, match=r"--allow=\S+$"):
             held.check(resolved(**others, **changes))
 
 

@@ -22,7 +22,9 @@ MANIFEST = "MANIFEST.json"
 MARKER = "commit_success.txt"  # Orbax's, in a bucket
 _ASIDE = "DAMAGED"  # what a bucket's manifest and marker are replaced by
 _OURS = (MANIFEST, "_CHECKPOINT_METADATA", "state", "host_state")
-_TEMPORARY = re.compile(r"\d+\.orbax-checkpoint-tmp(-\d+)?")
+_TEMPORARY_END = ".orbax-checkpoint-tmp"
+_TEMPORARY = re.compile(rf"\d+{re.escape(_TEMPORARY_END)}(-\d+)?")
+_DAMAGED = re.compile(r"\d+\.damaged\d*")
 _TRASH = ".deleted"
 _CHUNK_BYTES = 1 << 22
 _THREADS = 16
@@ -47,6 +49,9 @@ class Files(Protocol):
     def partial(self) -> list[str]:
         """Names of what unfinished saves and deletions left behind."""
 
+    def set_asides(self) -> list[str]:
+        """Names of the directories that hold damaged checkpoints."""
+
     def unfinished(self, name: str) -> str:
         """Where a save under way writes what will be ``name``."""
 
@@ -61,6 +66,9 @@ class Files(Protocol):
 
     def write(self, path: str, content: bytes) -> None:
         """A small file, whole or not at all, durable when this returns."""
+
+    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
+        """A file of any size, durable when this returns."""
 
     def delete(self, path: str) -> None:
         """One file."""
@@ -80,6 +88,12 @@ class Files(Protocol):
         Raises:
             CheckpointError: something that no save made lies there.
         """
+
+    def begin(self, name: str) -> str:
+        """A directory to write what will be ``name``, as Orbax would."""
+
+    def commit(self, name: str) -> None:
+        """Make what was written since ``begin`` the checkpoint ``name``."""
 
     def uri(self, path: str = "") -> str:
         """The path as other libraries take it."""
@@ -123,6 +137,9 @@ class Disk:
         unfinished = [path for path in self._children() if _TEMPORARY.fullmatch(path.name)]
         return [path.name for path in unfinished] + ([_TRASH] if (self._root / _TRASH).is_dir() else [])
 
+    def set_asides(self) -> list[str]:
+        return [path.name for path in self._children() if _DAMAGED.fullmatch(path.name)]
+
     def unfinished(self, name: str) -> str:
         (found,) = self._root.glob(f"{name}.orbax-checkpoint-tmp*")
         return found.name
@@ -144,6 +161,14 @@ class Disk:
     def write(self, path: str, content: bytes) -> None:
         (self._root / path).parent.mkdir(parents=True, exist_ok=True)
         write_whole(self._root / path, content)
+
+    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
+        (self._root / path).parent.mkdir(parents=True, exist_ok=True)
+        with open(self._root / path, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
 
     def delete(self, path: str) -> None:
         (self._root / path).unlink()
@@ -180,6 +205,15 @@ class Disk:
             except OSError:
                 raise CheckpointError(_in_the_way(str(path))) from None
 
+    def begin(self, name: str) -> str:
+        under_way = f"{name}{_TEMPORARY_END}"
+        if (self._root / under_way).exists():
+            shutil.rmtree(self._root / under_way)
+        return under_way
+
+    def commit(self, name: str) -> None:
+        (self._root / f"{name}{_TEMPORARY_END}").rename(self._root / name)
+
     def uri(self, path: str = "") -> str:
         return str(self._root / path) if path else self.root
 
@@ -209,6 +243,10 @@ class Bucket:
         numbered = self._numbered().items()
         return [name for name, inside in numbered if not {MANIFEST, MARKER, _ASIDE} & inside and _is_ours(inside)]
 
+    def set_asides(self) -> list[str]:
+        in_place = [name for name, inside in self._numbered().items() if _ASIDE in inside]
+        return in_place + [name for name in self._names("") if _DAMAGED.fullmatch(name)]
+
     def unfinished(self, name: str) -> str:
         return name
 
@@ -229,6 +267,11 @@ class Bucket:
 
     def write(self, path: str, content: bytes) -> None:
         self._store.pipe_file(f"{self._prefix}/{path}", content)
+
+    def write_chunks(self, path: str, chunks: Iterable[bytes]) -> None:
+        with self._store.open(f"{self._prefix}/{path}", "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
 
     def delete(self, path: str) -> None:
         self._store.rm_file(f"{self._prefix}/{path}")
@@ -265,6 +308,12 @@ class Bucket:
             for path in self.tree(name):
                 self._store.cp_file(f"{self._prefix}/{name}/{path}", f"{self._prefix}/{aside}/{path}")
         self.remove(name)
+
+    def begin(self, name: str) -> str:
+        return name
+
+    def commit(self, name: str) -> None:
+        self.write(f"{name}/{MARKER}", b"committed by jaxtrain\n")
 
     def uri(self, path: str = "") -> str:
         return f"{self.root}/{path}" if path else self.root

@@ -2,7 +2,7 @@
 
 import concurrent.futures
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import google_crc32c
@@ -18,6 +18,8 @@ _OUTSIDE = {
     MARKER,
 }  # written, or written again, after the manifest; nothing reads them
 _THREADS = 8
+
+OnBytes = Callable[[int], None] | None
 
 
 def write(files: Files, name: str, entries: Mapping[str, Entry]) -> None:
@@ -36,12 +38,15 @@ def entries(files: Files, name: str, paths: Iterable[str] | None = None) -> dict
     return wanted | dict(zip(read, _read(files, name, read), strict=True))
 
 
-def problem(files: Files, name: str, *, read: bool | None = None, share: tuple[int, int] = (0, 1)) -> str | None:
+def problem(
+    files: Files, name: str, *, read: bool | None = None, share: tuple[int, int] = (0, 1), on_bytes: OnBytes = None
+) -> str | None:
     """Why the checkpoint in ``name`` is not whole, as ``"<file>: <reason>"``; None: every byte is as written.
 
     Args:
         read: every byte; None: where the store keeps no checksums of its own; False: never, sizes must do there.
         share: ``(i, n)``: look at every n-th file only, from the i-th on, where n processes share the work.
+        on_bytes: told, from several threads, how many more bytes were read.
 
     Raises:
         MismatchError: another format.
@@ -71,7 +76,7 @@ def problem(files: Files, name: str, *, read: bool | None = None, share: tuple[i
     mine = sorted(written)[share[0] :: share[1]]
     unknown = [path for path in mine if read or (read is None and found[path].crc32c is None)]
     try:
-        seen = dict(zip(unknown, _read(files, name, unknown), strict=True))
+        seen = dict(zip(unknown, _read(files, name, unknown, on_bytes), strict=True))
     except OSError as error:
         return f"a file is unreadable ({error})"
     for path in mine:
@@ -96,14 +101,16 @@ def _parse(text: bytes) -> dict[str, Any]:
     return json.loads(text)
 
 
-def _read(files: Files, name: str, paths: list[str]) -> list[Entry]:
+def _read(files: Files, name: str, paths: list[str], on_bytes: OnBytes = None) -> list[Entry]:
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(lambda path: _checksum(files, f"{name}/{path}"), paths))
+        return list(pool.map(lambda path: _checksum(files, f"{name}/{path}", on_bytes), paths))
 
 
-def _checksum(files: Files, path: str) -> Entry:
+def _checksum(files: Files, path: str, on_bytes: OnBytes) -> Entry:
     running, size = google_crc32c.Checksum(), 0
     for chunk in files.chunks(path):
         running.update(chunk)
         size += len(chunk)
+        if on_bytes is not None:
+            on_bytes(len(chunk))
     return Entry(size, int.from_bytes(running.digest(), "big"))

