@@ -22,8 +22,8 @@ MANIFEST = "MANIFEST.json"
 MARKER = "commit_success.txt"  # Orbax's, in a bucket
 _ASIDE = "DAMAGED"  # what a bucket's manifest and marker are replaced by
 _OURS = (MANIFEST, "_CHECKPOINT_METADATA", "state", "host_state")
-_TEMPORARY_END = ".orbax-checkpoint-tmp"
-_TEMPORARY = re.compile(rf"\d+{re.escape(_TEMPORARY_END)}(-\d+)?")
+TEMPORARY_END = ".orbax-checkpoint-tmp"
+_TEMPORARY = re.compile(rf"\d+{re.escape(TEMPORARY_END)}(-\d+)?")
 _DAMAGED = re.compile(r"\d+\.damaged\d*")
 _TRASH = ".deleted"
 _CHUNK_BYTES = 1 << 22
@@ -206,13 +206,13 @@ class Disk:
                 raise CheckpointError(_in_the_way(str(path))) from None
 
     def begin(self, name: str) -> str:
-        under_way = f"{name}{_TEMPORARY_END}"
+        under_way = f"{name}{TEMPORARY_END}"
         if (self._root / under_way).exists():
             shutil.rmtree(self._root / under_way)
         return under_way
 
     def commit(self, name: str) -> None:
-        (self._root / f"{name}{_TEMPORARY_END}").rename(self._root / name)
+        (self._root / f"{name}{TEMPORARY_END}").rename(self._root / name)
 
     def uri(self, path: str = "") -> str:
         return str(self._root / path) if path else self.root

@@ -23,7 +23,7 @@ from etils import epath
 from jaxtrain import paths
 from jaxtrain.checkpoint import manifest
 from jaxtrain.checkpoint.errors import CheckpointError, MismatchError, StuckError
-from jaxtrain.checkpoint.files import MANIFEST, open_files
+from jaxtrain.checkpoint.files import MANIFEST, TEMPORARY_END, open_files
 from jaxtrain.checkpoint.retention import Keep
 from jaxtrain.distributed import gather
 from jaxtrain.state import Snapshot, TrainState, View
@@ -91,8 +91,8 @@ class Checkpoints:
     # What is there.
 
     def steps(self) -> list[int]:
-        """Steps whose commit is complete, ascending: a fresh look at the store."""
-        return sorted(self._named())
+        """Steps whose commit is complete, ascending: a fresh look at the store, process 0's on every process."""
+        return gather(sorted(self._named()))[0]
 
     def latest_verified(self) -> int | None:
         """The newest step that proves whole, or None; the processes share the reading and agree.
@@ -102,7 +102,7 @@ class Checkpoints:
         Raises:
             MismatchError: the newest has a format of another version.
         """
-        for step in reversed(gather(self.steps())[0]):
+        for step in reversed(self.steps()):
             reason = self.problem(step)
             if reason is None:
                 self._proved = step
@@ -376,7 +376,10 @@ class Checkpoints:
             own = [
                 path for path in self.files.tree(temporary) if f"process_{index}" in path.replace(".", "/").split("/")
             ]
-            described = manifest.entries(self.files, temporary, own)
+            described = {  # Orbax has not given the item's directory its name yet
+                path.replace(TEMPORARY_END + "/", "/", 1): entry
+                for path, entry in manifest.entries(self.files, temporary, own).items()
+            }
             self.files.write(f"{temporary}/{_hashes_file(index)}", json.dumps(described).encode())
 
     def _describe(self) -> None:
