@@ -47,7 +47,10 @@ def from_nnx(make: Callable[[nnx.Rngs], nnx.Module], loss: Callable[[Any, Any, j
     Raises:
         ValueError: the module stores random state, as ``nnx.Dropout(rngs=...)`` does: keys are passed at call time
             here, so that a resumed run draws what the unbroken one would have.
+        TypeError: a module where a function that makes one is wanted.
     """
+    if isinstance(make, nnx.Module):
+        raise TypeError("from_nnx: got a module; give a function that makes one, as lambda rngs: Model(rngs=rngs).")
     graph, abstract_params, abstract_rest = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))), nnx.Param, ...)
     kept = sorted(
         {"/".join(map(str, path)) for path, v in nnx.to_flat_state(abstract_rest) if isinstance(v, nnx.RngState)}

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain import sharding
+from jaxtrain import paths, sharding
 from jaxtrain.optim import Accumulation, Scan
 
 
@@ -63,6 +63,10 @@ class Intake:
 
         return jax.tree.map(put, batch)
 
+    def _might_be_a_window(self, shapes: tuple[tuple[int, ...], ...], shards: int) -> bool:
+        second = {shape[1] if len(shape) > 1 else 0 for shape in shapes}
+        return not self._stacked and len(second) == 1 and second != {0} and not second.pop() % shards
+
     def _check(self, batch: Any, target: NamedSharding) -> None:
         leaves = jax.tree.leaves(batch)
         shapes = tuple(jnp.shape(leaf) for leaf in leaves)
@@ -70,6 +74,10 @@ class Intake:
             return
         shards, leading = sharding.axes_size(self._mesh, self._axes), len(target.spec)
         sizes = {shape[:leading] if len(shape) >= leading else None for shape in shapes}
+        odd = [leaf for leaf in leaves if not isinstance(leaf, int | float | str) and not _is_numeric(leaf)]
+        if odd:
+            held = ", ".join(sorted({f"{getattr(x, 'dtype', type(x).__name__)}" for x in odd}))
+            raise ValueError(f"batch: it holds {held}, which no device takes; give arrays of numbers.")
         numbers = [leaf for leaf in leaves if isinstance(leaf, int | float | str)]
         if numbers or not leaves:
             held = (
@@ -80,7 +88,8 @@ class Intake:
             dims = (
                 "leading dim (rows of the micro-batch)" if leading == 1 else "two leading dims (k micro-batches, rows)"
             )
-            raise ValueError(f"batch: every leaf needs the same {dims}, got {shapes}.")
+            got = ", ".join(f"{name}: {jnp.shape(x)}" for name, x in paths.named_leaves(batch).items())
+            raise ValueError(f"batch: every leaf needs the same {dims}, got {got}.")
         *stacked, rows = sizes.pop()
         if stacked and not 1 <= stacked[0] <= self._accumulation.k:
             raise ValueError(
@@ -93,5 +102,12 @@ class Intake:
             raise ValueError(
                 f"batch: {rows} rows do not divide by the {shards} devices of mesh axes "
                 f"{', '.join(f'{a}={self._mesh.shape[a]}' for a in self._axes)}; use {near} rows."
+                + (" Windows [k, rows, ...] are for Scan(k)." if self._might_be_a_window(shapes, shards) else "")
             )
         self._known.add((shapes, target.spec))
+
+
+def _is_numeric(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    return dtype is not None and (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
+                                  or jnp.issubdtype(dtype, jax.dtypes.extended))  # fmt: skip

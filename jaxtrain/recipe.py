@@ -286,8 +286,8 @@ class Recipe:
         values = {
             "loss": jnp.where(applied, out["total"] / out["weight"], jnp.nan),
             "weight": out["weight"],
-            "grad_norm": out["norm"],
-            "grad_norm_clipped": out["clipped_norm"],
+            "grad_norm": jnp.where(applied | jnp.isinf(out["norm"]), out["norm"], jnp.nan),
+            "grad_norm_clipped": jnp.where(applied, out["clipped_norm"], jnp.nan),
             "loss_scale": state.scale.value,
         }
         with relaxed():

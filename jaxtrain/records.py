@@ -63,7 +63,8 @@ class StepMetrics:
     """One window's record as two small arrays, so that reading it is one transfer.
 
     ``values`` float32: ``loss`` (mean over the window's weight, unscaled; NaN where it was skipped), ``weight``,
-    ``grad_norm`` (global, before clipping), ``grad_norm_clipped``, ``loss_scale``, what ``report`` names as applied,
+    ``grad_norm`` (global, before clipping; NaN where it was skipped, or the infinity it was skipped for),
+    ``grad_norm_clipped``, ``loss_scale``, what ``report`` names as applied,
     the loss function's metrics. ``counts`` int32: ``micro_step``, ``window``, ``step``, ``skipped_in_a_row``,
     ``bad_leaf``, ``window_done`` (0 inside a window: the values are not a record then), two words of ``tokens``.
     """
@@ -74,9 +75,12 @@ class StepMetrics:
     count_names: tuple[str, ...]
 
     def __getitem__(self, name: str) -> jax.Array:
-        """One entry as a device scalar."""
+        """One entry as a device scalar; raises KeyError, with the names that there are."""
         if name in self.value_names:
             return self.values[self.value_names.index(name)]
+        if name not in self.count_names:
+            host = " (to_host() has tokens and skipped_steps)" if name in ("tokens", "skipped_steps") else ""
+            raise KeyError(f"no metric {name!r}{host}; there are {', '.join((*self.value_names, *self.count_names))}")
         return self.counts[self.count_names.index(name)]
 
     def to_host(self) -> dict[str, float | int]:

@@ -53,7 +53,7 @@ def make_mesh(
     if math.prod(sizes.values()) != len(devices):
         raise ValueError(
             f"mesh {_sizes(sizes)} needs {math.prod(sizes.values())} devices and {len(devices)} are here; "
-            "set one axis to -1 to use them all."
+            "set one axis to -1 to use them all, or give devices= so many of them."
         )
     return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
@@ -145,7 +145,11 @@ def with_shardings(abstract: Any, shardings: Any) -> Any:
 
 def _one(name: str, x: Any, mesh: Mesh, rules: Rules) -> NamedSharding:
     for pattern, spec in rules:
-        if re.search(pattern, name):
+        try:
+            found = re.search(pattern, name)
+        except re.error as error:
+            raise ValueError(f"rules: {pattern!r} is no pattern ({error}).") from error
+        if found:
             if isinstance(spec, str):
                 if spec != STACKED:
                     raise ValueError(f"rule {pattern!r}: {spec!r} is neither a PartitionSpec nor sharding.STACKED.")

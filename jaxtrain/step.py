@@ -82,8 +82,11 @@ def build_train_step(
         TypeError: an argument of another kind; ``loss_fn`` returns something else than ``Loss`` of float32 scalars
             (raised at the first trace).
     """
+    if isinstance(batch_axes, str):
+        raise ValueError(f"batch_axes={batch_axes!r}: give a sequence of axis names, ({batch_axes!r},).")
     checks.kinds({"optimizer": optimizer, "mesh": mesh, "accumulation": accumulation, "precision": precision,
-                  "nonfinite": nonfinite, "rules": rules, "report": report})  # fmt: skip
+                  "nonfinite": nonfinite, "rules": rules, "report": report, "loss_fn": loss_fn, "init_fn": init_fn,
+                  "batch_axes": batch_axes, "clip_norm": clip_norm, "ema": ema, "seed": seed})  # fmt: skip
     with relaxed():
         variables = jax.eval_shape(init_fn, jax.eval_shape(lambda: rng.key(seed, "params")))
     if not isinstance(variables, Variables):
@@ -96,12 +99,6 @@ def build_train_step(
     for name, leaf in paths.named_leaves(variables.params).items():
         if is_trained[name] and leaf.dtype != jnp.float32:
             raise ValueError(f"{name}: parameters are float32 masters, got {leaf.dtype}; other state is model_state.")
-    if clip_norm is not None and not 0 < clip_norm < math.inf:
-        raise ValueError(f"clip_norm={clip_norm}: give a positive bound, or None for no clipping.")
-    if ema is not None and not 0 <= ema < 1:
-        raise ValueError(f"ema={ema}: the decay of the average is at least 0 and below 1.")
-    if isinstance(batch_axes, str):
-        raise ValueError(f"batch_axes={batch_axes!r}: give a sequence of axis names, ({batch_axes!r},).")
     clash = sorted(set(BUILTIN) & set(report or ()))
     if clash:
         raise ValueError(f"report: {', '.join(clash)} are the step's own names; choose others.")
@@ -121,7 +118,9 @@ def build_train_step(
             f"accumulation: Scan(defer=True) with a model_state ({held}): each replica would see its own rows only and "
             "their statistics part; use Scan or MultiSteps, or a model without such state."
         )
-    return Program(recipe, variables)
+    program = Program(recipe, variables)
+    checks.accumulates_once(program.abstract_snapshot.opt_state)
+    return program
 
 
 class Program:
@@ -233,7 +232,9 @@ class Program:
                 ``state`` was given to an earlier call.
         """
         checks.alive("step", state)
-        return self._step(state, *self._intake.window(batch))
+        placed, count = self._intake.window(batch)
+        with checks.explained("step", ("the state", self.abstract_state, state)):
+            return self._step(state, placed, count)
 
     def grads(self, view: View, batch: Any, index: jax.typing.ArrayLike) -> Contribution:
         """What micro-batch number ``index`` (int) adds to its window; nothing is donated.
@@ -250,7 +251,14 @@ class Program:
         ``state`` is donated.
         """
         checks.alive("apply", state)
-        return self._apply(state, contribution)
+        if not isinstance(contribution, Contribution):
+            raise TypeError(
+                f"apply: got {type(contribution).__name__}; give the Contribution that program.grads returned."
+            )
+        grads = self._recipe.trained(self.abstract_state.params)
+        pairs = ("the state", self.abstract_state, state), ("the gradient", grads, contribution.grads)
+        with checks.explained("apply", *pairs):
+            return self._apply(state, contribution)
 
     def flush(self, state: TrainState) -> tuple[TrainState, StepMetrics | None]:
         """Close a partial window: divide by what was accumulated and update. ``state`` is donated.
@@ -313,7 +321,7 @@ class Program:
                 why = f"not finite in the gradient of {self._trained_names[leaf]!r}"
             elif record["weight"] == 0:
                 why = "every weight was zero"
-            elif not math.isfinite(record["grad_norm"]):
+            elif math.isinf(record["grad_norm"]):
                 why = f"the gradients are finite and their global norm is {record['grad_norm']}"
             else:
                 why = "not finite in the loss, its metrics or its new model_state"
@@ -329,7 +337,10 @@ class Program:
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def checkpoint_view(self, state: TrainState) -> Snapshot:
-        """What to save: the start of the current window. Shares its arrays with ``state``; nothing is computed."""
+        """What to save: the start of the current window; nothing is computed.
+
+        It shares its arrays with ``state``: save it, or copy it to the host, before the next step takes them over.
+        """
         if self._recipe.single:
             return Snapshot(*state[:6])
         start = state.start
@@ -338,7 +349,16 @@ class Program:
         )
 
     def resume(self, snapshot: Snapshot) -> TrainState:
-        """The state that a snapshot stands for, ready for its window's first micro-batch. ``snapshot`` is donated."""
+        """The state that a snapshot stands for, ready for its window's first micro-batch: its counters say which.
+
+        Args:
+            snapshot: as ``checkpoint_view`` gave it, under any mechanism, k and mesh; arrays on the host or on devices.
+                It is donated.
+
+        Raises:
+            ValueError: names, shapes or dtypes differ from this program's, each is listed; or an array is gone.
+        """
+        snapshot = checks.fitting("resume: the snapshot", self.abstract_snapshot, snapshot)
         seen: set[int] = set()
 
         def own(x: Any) -> Any:  # a buffer under two names cannot be donated twice
@@ -381,9 +401,10 @@ class Program:
         @functools.wraps(function)
         def counted(*args: Any) -> Any:
             self.traces[name] = self.traces.get(name, 0) + 1
+            result = function(*args)
             if name == "step":
-                self._tell_changes(args)
-            return function(*args)
+                self._tell_changes(args)  # of a trace that was one: a batch that fails it is not what is expected
+            return result
 
         return counted
 
