@@ -41,11 +41,9 @@ def simulated_loss(interval_s, costs, mtbf_s, rng, steps_s=2e5):
             continue
         done += interval_s
         now = step_end + costs.blocked_s
-        pending = [(when, work) for when, work in pending if when > now] or []
         pending.append((step_end + costs.whole_s, done))
-        safe = max(safe, *(work for when, work in [*pending, (0, safe)] if when <= now))
-        if pending[0][0] <= now:
-            pending.pop(0)
+        safe = max([safe, *(work for when, work in pending if when <= now)])
+        pending = [(when, work) for when, work in pending if when > now]
     return 1 - done / now
 
 

@@ -261,7 +261,8 @@ def test_70_where_a_save_fails(config_file, tmp_path):
     """A disk that fills up is no bad input: trace back and 70, with what was committed intact."""
     (tmp_path / "sitecustomize.py").write_text(
         "from jaxtrain.checkpoint import manifest\nwrite = manifest.write\n"
-        "def fail(files, name, entries):\n    if not name.startswith('3.'):\n        raise OSError(28, 'No space left')\n"
+        "def fail(files, name, entries):\n"
+        "    if not name.startswith('3.'):\n        raise OSError(28, 'No space left')\n"
         "    write(files, name, entries)\nmanifest.write = fail\n"
     )
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}

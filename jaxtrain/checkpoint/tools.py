@@ -1,5 +1,6 @@
 """Looking at checkpoints, copying, deleting and exporting them, from any machine: nothing here touches a device."""
 
+import contextlib
 import json
 import pathlib
 import re
@@ -73,8 +74,8 @@ def listing(files: Files, *, verify: bool = False) -> Iterator[Listed]:
             proved = verify or files.keeps_checksums
             state = "damaged" if reason else "verified" if proved else "committed"
         saved = None
-        if files.exists(f"{name}/run.json"):
-            saved = _about(files, name).get("saved_unix_s")
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a damaged one may say anything
+            saved = float(_about(files, name)["saved_unix_s"])
         yield Listed(name, _step(name), saved, sum(entry.size for entry in tree.values()), state, reason)
 
 
