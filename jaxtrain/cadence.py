@@ -93,7 +93,7 @@ class Cadence:
         clock: Callable[[], float],
     ) -> None:
         self._every_steps, self._auto, self._mtbf_s, self._restart_s = every_steps, auto, mtbf_s, restart_s
-        self._interval_s = self.FIRST_S if auto else every_s
+        self._interval_s = self.FIRST_S if auto else every_s or None
         self._processes, self._agree, self._clock = processes, agree, clock
         self._last_s, self._told_s = clock(), 0.0
 
@@ -101,7 +101,7 @@ class Cadence:
         """Whether to save after ``done`` windows."""
         if not self._auto and self._every_steps and done % self._every_steps == 0:
             return True
-        if not self._interval_s or (self._processes > 1 and done % _AGREE_WINDOWS):
+        if self._interval_s is None or (self._processes > 1 and done % _AGREE_WINDOWS):
             return False
         return self._agree(self._clock() - self._last_s >= self._interval_s)
 

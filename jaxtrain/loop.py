@@ -25,6 +25,7 @@ from jaxtrain.goodput import Goodput, Phase
 from jaxtrain.journal import Journal, MetricsReader
 from jaxtrain.preemption import Preemption
 from jaxtrain.prefetch import DevicePrefetch, to_devices
+from jaxtrain.progress import Transfer
 from jaxtrain.state import TrainState
 from jaxtrain.workdir import Workdir
 
@@ -76,7 +77,9 @@ def train(
         checkpoints = assemble.checkpoints(config, workdir.path, experiment.task.score)
         stack.push(lambda kind, *_: _quietly(checkpoints.close, kind))
         began = time.monotonic()
-        newest = checkpoints.latest_verified()
+        newest = checkpoints.latest_verified(
+            lambda step, total: Transfer(f"verifying checkpoint {step:,}", total, stream)
+        )
         changes: list[str] = []
         if newest is not None:  # the last refusal: from here on the workdir is written
             changes = experiment.check(checkpoints.run(newest), allow)

@@ -32,6 +32,7 @@ from test_loop import (
 
 import jaxtrain.assemble
 from jaxtrain import cli, config, loop, report
+from jaxtrain.checkpoint import manifest
 from jaxtrain.checkpoint.store import Checkpoints
 from jaxtrain.workdir import Workdir
 
@@ -236,10 +237,13 @@ def test_a_flag_without_a_value(refused, config_file):
 # -- a workdir that exists: refused, and nothing in it is touched ------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["start", "end"])
+@pytest.mark.parametrize("where", ["start", "verify", "restore", "end"])
 def test_PRE_01_sigterm_outside_of_the_loop(run, config_file, copy, monkeypatch, where):
     """While the text is read, or the picture drawn: the same exit code, the same advice, and the same line ends it."""
-    target = (jaxtrain.assemble, "assemble") if where == "start" else (report, "finish")
+    target = {
+        "start": (jaxtrain.assemble, "assemble"), "verify": (manifest, "problem"), "restore": (Checkpoints, "restore"),
+        "end": (report, "finish"),
+    }[where]  # fmt: skip
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         patch.setattr(*target, lambda *_, **__: sigterm())

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -26,6 +27,7 @@ import pytest
 from jaxtrain import config as config_lib
 from jaxtrain import evaluate, loop, metrics, rng
 from jaxtrain.assemble import assemble
+from jaxtrain.cadence import Cadence
 from jaxtrain.checkpoint import host_state, manifest
 from jaxtrain.checkpoint.store import CheckpointError, Checkpoints
 from jaxtrain.config import ConfigError
@@ -1081,6 +1083,84 @@ def test_CKPT_01_a_failing_save_does_not_mask_the_exception_on_its_way_out(base,
         train(change(base, Recorder(base, at={5: leave}), checkpoint__every_steps=2), tmp_path)
     assert steps_saved(tmp_path) == [2]
     assert steps_logged(tmp_path) == [1, 2, 3, 4]
+
+
+# -- cadence, other starts ---------------------------------------------------------------------------------------------
+
+
+def test_saves_by_the_clock_stand_beside_those_by_steps(base, tmp_path):
+    slow = Recorder(base, at={n: lambda: time.sleep(0.3) for n in (2, 3)})
+    train(change(base, slow, checkpoint__every_steps=0, checkpoint__every_s=0.25), tmp_path)
+    assert steps_saved(tmp_path)[0] in (2, 3)
+    assert steps_saved(tmp_path)[-1] == 6
+
+
+def test_auto_tells_what_it_chose(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(Cadence, "FIRST_S", 0.0)
+    slow, out = Recorder(base, at={n: lambda: time.sleep(0.5) for n in (3, 5)}), io.StringIO()
+    train(change(base, slow, checkpoint__auto=True, checkpoint__failures_per_day=24.0), tmp_path, stream=out)
+    said = [line for line in out.getvalue().splitlines() if line.startswith("checkpoints every ")]
+    assert said
+    assert "a failure is expected every 1.0 h" in said[0]
+    assert re.search(r"\d+\.\d+% of the time is lost to saves and failures$", said[0])
+
+
+def test_failures_are_learned_from_attempts_that_did_not_end(base, tmp_path):
+    with pytest.raises(Boom):
+        train(change(base, Recorder(base, at={5: boom}), checkpoint__every_steps=2), tmp_path)
+    train(change(base, Recorder(base, at={2: sigterm}), checkpoint__every_steps=2), tmp_path)
+    train(change(base, checkpoint__every_steps=2), tmp_path)
+    assert [attempt["ended"] for attempt in goodput(tmp_path)["attempts"]] == [False, True, True]
+    assert Goodput(tmp_path / "goodput.json").failures()[0] == 1
+
+
+def test_a_new_run_begins_with_the_parameters_of_another(base, tmp_path):
+    first = train(base, tmp_path / "a")
+    for path in (tmp_path / "a", tmp_path / "a" / "checkpoints", tmp_path / "a" / "checkpoints" / "6"):
+        started = []
+        seen = Recorder(base)
+        seen.init = lambda params=None, started=started: started.append(params) or base.program.init(params)
+        train(change(base, seen, init_from=str(path), steps=1), tmp_path / f"from {path.name}")
+        (params,) = started
+        assert bits(params) == bits(first.state.params)
+    with pytest.raises(CheckpointError, match=r"nowhere holds no checkpoints"):
+        train(change(base, init_from=str(tmp_path / "nowhere")), tmp_path / "b")
+
+
+def test_best_are_kept_by_the_tasks_score(base, tmp_path):
+    every = {
+        "eval__every_steps": 1,
+        "checkpoint__every_steps": 1,
+        "checkpoint__keep_last": 1,
+        "checkpoint__keep_best": 1,
+    }
+    train(change(base, **every), tmp_path)
+    scores = {line["step"]: line["eval/bits_per_byte"] for line in lines(tmp_path, "eval/loss")}
+    assert steps_saved(tmp_path) == sorted({6, min(scores, key=scores.get)})
+
+
+def test_a_place_that_cannot_be_written_is_told_before_the_first_step(base, tmp_path):
+    (tmp_path / "file").write_text("kept")
+    seen = Recorder(base)
+    with pytest.raises(ConfigError, match=r"checkpoints: .*/file/x cannot be written: "):
+        train(change(base, seen, checkpoint__directory=str(tmp_path / "file" / "x")), tmp_path / "run")
+    assert seen.calls == 0
+
+
+def test_checkpoints_lie_where_the_config_says(base, tmp_path):
+    elsewhere = change(base, checkpoint__directory=str(tmp_path / "there"))
+    train(change(elsewhere, steps=3), tmp_path / "run")
+    assert Checkpoints(tmp_path / "there").steps() == [3]
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    shutil.rmtree(tmp_path / "run")  # another machine: only the bucket is left
+    out = io.StringIO()
+    outcome = train(elsewhere, tmp_path / "run", stream=out)
+    assert "restored step 3" in out.getvalue()
+    assert saved_bits(base, outcome.state) == saved_bits(base, by_hand(base, 6)[0])
+    other = change(elsewhere, optim__b1=0.5)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"checkpoint 6 holds another experiment:\n  optim.b1: 0.9 -> 0.5"):
+        train(other, tmp_path / "run")
 
 
 # -- time --------------------------------------------------------------------------------------------------------------

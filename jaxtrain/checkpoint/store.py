@@ -29,6 +29,8 @@ from jaxtrain.distributed import gather
 from jaxtrain.state import Snapshot, TrainState, View
 from jaxtrain.step import Program
 
+Reading = Callable[[int, int], contextlib.AbstractContextManager[Callable[[int], None]]]
+
 _DELETE_S = 5.0  # how long ``wait`` waits for a deletion, which may be cut short at any moment
 
 
@@ -94,8 +96,11 @@ class Checkpoints:
         """Steps whose commit is complete, ascending: a fresh look at the store, process 0's on every process."""
         return gather(sorted(self._named()))[0]
 
-    def latest_verified(self) -> int | None:
+    def latest_verified(self, reading: Reading | None = None) -> int | None:
         """The newest step that proves whole, or None; the processes share the reading and agree.
+
+        Args:
+            reading: ``(step, bytes in all)`` -> a context around the reading, whose value is told of bytes read.
 
         A damaged one on the way is set aside, its data kept, with a warning that names file and reason.
 
@@ -103,7 +108,12 @@ class Checkpoints:
             MismatchError: the newest has a format of another version.
         """
         for step in reversed(self.steps()):
-            reason = self.problem(step)
+            with contextlib.ExitStack() as stack:
+                told = None
+                if reading is not None:
+                    total = sum(entry.size for entry in self.files.tree(self._name(step)).values())
+                    told = stack.enter_context(reading(step, total))
+                reason = self.problem(step, on_bytes=told)
             if reason is None:
                 self._proved = step
                 return step
@@ -116,14 +126,16 @@ class Checkpoints:
             warnings.warn(f"checkpoint {step} is damaged ({reason}); set aside as {aside}.", stacklevel=2)
         return None
 
-    def problem(self, step: int, *, deep: bool = False) -> str | None:
+    def problem(self, step: int, *, deep: bool = False, on_bytes: manifest.OnBytes = None) -> str | None:
         """Why checkpoint ``step`` is not whole, as ``"<file>: <reason>"``, or None.
 
         On a disk it reads every byte. In a bucket it compares with the checksums that the store computed from the
         bytes it received, which takes one listing; ``deep`` reads every byte there, too.
         """
         share = (jax.process_index(), jax.process_count())
-        found = gather(manifest.problem(self.files, self._name(step), read=True if deep else None, share=share))
+        found = gather(
+            manifest.problem(self.files, self._name(step), read=True if deep else None, share=share, on_bytes=on_bytes)
+        )
         return next((reason for reason in found if reason is not None), None)
 
     def run(self, step: int) -> dict[str, Any]:

@@ -165,7 +165,8 @@ def main() -> None:
             f"{arguments.mib} MiB in {arrays} arrays, {'disk' if local else 'GCS server program'}, {len(rounds)} rounds"
         )
         ratios = [
-            ("blocked / copy", "blocked", "copy"), ("save / write+fsync" if local else "save / upload", "save", "write"),
+            ("blocked / copy", "blocked", "copy"),
+            ("save / write+fsync" if local else "save / upload", "save", "write"),
             ("verified restore / read, warm", "warm", "read warm"),
         ]  # fmt: skip
         ratios += [("verified restore / read, cold", "cold", "read cold")] if local else []

@@ -1,5 +1,6 @@
 """A run that is saved and restored goes on as if it had not stopped, bit for bit."""
 
+import time
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxtrain import adapters, paths
+from jaxtrain.cadence import Cadence
 from jaxtrain.checkpoint.store import Checkpoints
 from jaxtrain.losses import Loss
 from jaxtrain.precision import LossScale, Precision
@@ -115,3 +117,36 @@ def test_CKPT_19_the_name_the_counters_and_adams_count_agree(tmp_path, make_mesh
     state, _ = program.step(state, batch)
     np.testing.assert_allclose(state.opt_state[0].mu["w"], 0.468559, rtol=1e-6)
     np.testing.assert_allclose(state.params["w"], -6.0, rtol=1e-5)  # another correction would not give exactly -1 more
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_the_worked_example_of_the_mission(tmp_path, make_mesh, interrupted):
+    """Saves every 1,000 steps, failure at 45,231: go on from 45,000 and do 231 steps again; or from 44,000 where the
+    upload of 45,000 was interrupted."""
+    program = build_train_step(
+        lambda params, state, batch, key: Loss(params["w"] * jnp.sum(batch), jnp.float32(batch.shape[0])),
+        lambda key: adapters.Variables({"w": jnp.zeros(())}), optax.sgd(1.0), mesh=make_mesh(),
+        precision=Precision("float32"),
+    )  # fmt: skip
+    checkpoints, cadence = Checkpoints(tmp_path), Cadence(every_steps=1000, clock=time.monotonic)
+    batch, state = jax.device_put(np.ones(1, np.float32), program.batch_sharding), program.init()
+    for step in range(1, 45_231 + 1):
+        state, _ = program.step(state, batch)
+        if step % 64 == 0:
+            jax.block_until_ready(state)
+        if cadence.due(step):
+            checkpoints.save(step, program.checkpoint_view(state), run={"next_row": step})
+    checkpoints.close()
+    if interrupted:  # as a kill leaves it
+        (tmp_path / "45000").rename(tmp_path / "45000.orbax-checkpoint-tmp")
+    again = Checkpoints(tmp_path)
+    newest = again.latest_verified()
+    assert newest == (44_000 if interrupted else 45_000)
+    restored = again.restore(program, newest)
+    assert (int(restored.state.counters.step), restored.run["next_row"]) == (newest, newest)
+    state, redone = restored.state, 0
+    while int(state.counters.step) < 45_231:
+        state, _ = program.step(state, batch)
+        redone += 1
+    assert redone == (1231 if interrupted else 231)
+    assert float(state.params["w"]) == -45_231.0

@@ -786,13 +786,13 @@ KILLED = """
         return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize() / 2**20
 
     leaking, after = Checkpoints(sys.argv[1] + "-many", keep=Keep(1)), []
-    many = snapshot(1 << 22, 1.0)  # 16 MiB
-    for step in range(10):
+    many = snapshot(1 << 20, 1.0)  # 4 MiB
+    for step in range(100):
         leaking.save(step, many, run={})
         leaking.wait()
         after.append(resident_mb())
     leaking.close()
-    print(max(after[3:]) - after[2], flush=True)  # 112 where every save leaves its copy
+    print(max(after[20:]) - after[19], flush=True)  # 320 where every save leaves its copy
 
     checkpoints = Checkpoints(sys.argv[1])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
