@@ -23,7 +23,10 @@ class Workdir:
 
     def __init__(self, path: str | pathlib.Path) -> None:
         if "://" in str(path):
-            raise ConfigError(f"workdir {path} is in an object store, which is not available yet; give a directory.")
+            raise ConfigError(
+                f"workdir {path} is in an object store; give a directory, and for checkpoints "
+                "--config.checkpoint.directory=gs://BUCKET/PATH."
+            )
         self.path = pathlib.Path(path).expanduser().absolute()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
