@@ -21,6 +21,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -47,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown:
             raise ConfigError(_unknown(unknown[0], rest[0]))
         arguments.line = shlex.join([_command(), *argv])
-        return arguments.run(arguments, overrides)
+        with _plain_warnings():
+            return arguments.run(arguments, overrides)
     except ConfigError as error:
         print(f"jaxtrain: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -62,6 +64,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:
         traceback.print_exc()
         return FAILED
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Our own warnings are sentences for the user: shown without the line of code they come from."""
+    former = warnings.showwarning
+
+    def show(message: Any, category: type[Warning], filename: str, *rest: Any) -> None:
+        if category is UserWarning and f"{os.sep}jaxtrain{os.sep}" in filename:
+            print(f"jaxtrain: {message}", file=sys.stderr)
+        else:
+            former(message, category, filename, *rest)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = former
 
 
 class _Terminated(BaseException):
@@ -293,9 +313,8 @@ def _restored(arguments: argparse.Namespace, overrides: dict[str, str]) -> tuple
         step = arguments.step if arguments.step is not None else checkpoints.latest_verified()
         if step is None or step not in checkpoints.steps():
             there = ", ".join(map(str, checkpoints.steps())) or "none"
-            raise ConfigError(
-                f"{checkpoints.directory} has no checkpoint {'' if step is None else step}; there is {there}."
-            )
+            wanted = "no checkpoint that is whole" if step is None else f"no checkpoint {step}"
+            raise ConfigError(f"{checkpoints.directory} has {wanted}; there is {there}.")
         experiment = _assembled(config)
         program = experiment.program
         return experiment, checkpoints.restore_view(program, step, ema=program.has_ema), checkpoints.run(step)
