@@ -16,15 +16,13 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
-from etils import epath
 
 from jaxtrain import paths
-from jaxtrain.checkpoint import manifest
+from jaxtrain.checkpoint import manifest, reader
 from jaxtrain.checkpoint.errors import CheckpointError, MismatchError, StuckError
-from jaxtrain.checkpoint.files import MANIFEST, TEMPORARY_END, open_files
+from jaxtrain.checkpoint.files import MANIFEST, open_files
 from jaxtrain.checkpoint.retention import Keep
+from jaxtrain.checkpoint.writer import Flight, Writer, host_file
 from jaxtrain.distributed import gather
 from jaxtrain.state import Snapshot, TrainState, View
 from jaxtrain.step import Program
@@ -83,10 +81,9 @@ class Checkpoints:
         self._read_only, self._clock = read_only, clock
         self._failures, self._told = 0, list[str]()
         self._proved: int | None = None
-        self._flight: _Flight | None = None
-        self._begun: _Flight | None = None  # the one begun last, which an interrupted ``wait`` leaves behind
+        self._writer = Writer(self.files, timeout_s)
+        self._flight: Flight | None = None
         self._deleting: threading.Thread | None = None
-        self._checkpointer: ocp.AsyncCheckpointer | None = None
         self._primary = jax.process_index() == 0
         self._probed = False
 
@@ -210,24 +207,17 @@ class Checkpoints:
                  "processes": jax.process_count(), "run": dict(run)}  # fmt: skip
         about_json, host_json = (json.dumps(x, allow_nan=True).encode() for x in (about, dict(host or {})))
         while True:
-            flight = _Flight(step, about_json, host_json, began)
             try:
                 if gather(self.files.exists(f"{step}/{MANIFEST}"))[0]:
                     return False
-                self._open()
-                if self._primary:
-                    self.files.make_way(str(step))
-                self._begun = flight
-                arguments = ocp.args.Composite(state=ocp.args.PyTreeSave(snapshot))
-                self._checkpointer.save(self.files.uri(str(step)), args=arguments)
+                if not self._probed:
+                    self.probe()
+                self._flight = self._writer.begin(Flight(step, about_json, host_json, began, self._clock), snapshot)
             except Exception as error:
-                self._failed(flight, error)
+                self._failed(step, error)
                 if not wait:
                     return False
                 continue
-            flight.blocked_s = self._clock() - began
-            self._flight = flight
-            flight.watch(self._checkpointer, self._clock)
             if not wait or self._settle():
                 return True
 
@@ -255,7 +245,7 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._close()
+            self._writer.close()
 
     # Restoring.
 
@@ -272,7 +262,7 @@ class Checkpoints:
         snapshot = self._read(step, about, program.abstract_snapshot, allow)
         host = None
         if about["processes"] == jax.process_count():
-            host = json.loads(self.files.read(f"{self._name(step)}/{_host_file(jax.process_index())}"))
+            host = json.loads(self.files.read(f"{self._name(step)}/{host_file(jax.process_index())}"))
         return Restored(program.resume(snapshot), about["run"], host)
 
     def restore_view(self, program: Program, step: int, *, ema: bool = False) -> View:
@@ -299,13 +289,10 @@ class Checkpoints:
         """
         about, name = self._believe(step), "ema" if ema else "params"
         if not any(path.split("/")[0] == name for path in about["tree"]):
-            raise MismatchError(f"checkpoint {self._where(step)} holds no {name}.")
-        if target is not None:
-            return self._read(step, about, {name: target}, allow)[name]
-        handler = ocp.PyTreeCheckpointHandler()
-        saved = handler.metadata(self._path(step)).tree[name]
-        wanted = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved)
-        return self._read(step, about, {name: wanted}, allow)[name]
+            raise MismatchError(f"checkpoint {self.files.uri(self._name(step))} holds no {name}.")
+        if target is None:
+            target = reader.saved_part(self.files.uri(self._name(step)), name)
+        return self._read(step, about, {name: target}, allow)[name]
 
     def _believe(self, step: int) -> dict[str, Any]:
         """What the checkpoint says about itself, once it has been proved whole."""
@@ -316,29 +303,7 @@ class Checkpoints:
         return json.loads(self.files.read(f"{self._name(step)}/run.json"))
 
     def _read(self, step: int, about: dict[str, Any], target: Any, allow: Collection[str]) -> Any:
-        """Those parts of the saved tree that ``target`` has, in its shapes, dtypes and shardings."""
-        whole = isinstance(target, Snapshot)
-        parts = target._fields if whole else tuple(target)
-        wanted = {name: f"{x.dtype}{list(x.shape)}" for name, x in paths.named_leaves(target).items()}
-        saved = {name: text for name, text in about["tree"].items() if name.split("/")[0] in parts}
-        wrong = [(name, saved.get(name, "not there"), wanted.get(name, "not there"))
-                 for name in sorted({*wanted, *saved}) if wanted.get(name) != saved.get(name)]  # fmt: skip
-        only_dtypes = all(was.partition("[")[2] == now.partition("[")[2] and "[" in was for _, was, now in wrong)
-        if wrong and not ("dtype" in allow and only_dtypes):
-            lines = "\n  ".join(f"{name}: {was} -> {now}" for name, was, now in wrong)
-            advice = "\nallow the conversion with allow='dtype'" if only_dtypes else ""
-            raise MismatchError(
-                f"checkpoint {self._where(step)} holds another state (saved -> wanted):\n  {lines}{advice}"
-            )
-        arguments = ocp.args.PyTreeRestore(
-            item=target, restore_args=ocp.checkpoint_utils.construct_restore_args(target), partial_restore=not whole
-        )
-        try:
-            return ocp.PyTreeCheckpointHandler().restore(self._path(step), args=arguments)
-        except ValueError as error:
-            raise MismatchError(f"checkpoint {self._where(step)} holds another state: {error}") from error
-        except Exception as error:
-            raise CheckpointError(f"checkpoint {self._where(step)} could not be restored: {error}") from error
+        return reader.read(self.files.uri(self._name(step)), about["tree"], target, allow)
 
     # Names.
 
@@ -348,65 +313,7 @@ class Checkpoints:
     def _name(self, step: int) -> str:
         return str(step) if self.files.exists(f"{step}/{MANIFEST}") else self._named().get(step, str(step))
 
-    def _where(self, step: int) -> str:
-        return self.files.uri(self._name(step))
-
-    def _path(self, step: int) -> Any:
-        return epath.Path(self.files.uri(f"{self._name(step)}/state"))
-
     # What happens behind.
-
-    def _open(self) -> None:
-        """Orbax's checkpointer; at the first time, what killed saves left is cleared away."""
-        if self._checkpointer is not None:
-            return
-        if not self._probed:
-            self.probe()
-        if self._primary:
-            for name in self.files.partial():
-                self.files.remove(name)
-        own = ocp.AsyncOptions(
-            timeout_secs=max(1, int(self._timeout_s)),
-            barrier_sync_fn=self._barrier,
-            post_finalization_callback=self._describe,
-        )
-        # Orbax's default compresses, which takes longer than writing what little it saves (7.6% of random float32).
-        arrays = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_compression=False)
-        self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(state=arrays), async_options=own)
-
-    def _barrier(self, *, key: str, timeout_ms: int) -> None:
-        """Orbax's barrier between processes, in its thread: before the first, each has written all its arrays."""
-        if "async_write_complete" in key:
-            self._describe_own()
-        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
-
-    def _describe_own(self) -> None:
-        """What only this process can say: its host state, and the checksums of what it has written."""
-        temporary, index = self.files.unfinished(str(self._begun.step)), jax.process_index()
-        self.files.write(f"{temporary}/{_host_file(index)}", self._begun.host)
-        if index and not self.files.keeps_checksums:
-            own = [
-                path for path in self.files.tree(temporary) if f"process_{index}" in path.replace(".", "/").split("/")
-            ]
-            described = {  # Orbax has not given the item's directory its name yet
-                path.replace(TEMPORARY_END + "/", "/", 1): entry
-                for path, entry in manifest.entries(self.files, temporary, own).items()
-            }
-            self.files.write(f"{temporary}/{_hashes_file(index)}", json.dumps(described).encode())
-
-    def _describe(self) -> None:
-        """On the primary, between the last byte and the commit; an error here leaves the step uncommitted."""
-        if jax.process_count() == 1:
-            self._describe_own()
-        temporary = self.files.unfinished(str(self._begun.step))
-        self.files.write(f"{temporary}/run.json", self._begun.about)
-        described: dict[str, Any] = {}
-        if not self.files.keeps_checksums:
-            for index in range(1, jax.process_count()):
-                described |= json.loads(self.files.read(f"{temporary}/{_hashes_file(index)}"))
-                self.files.delete(f"{temporary}/{_hashes_file(index)}")
-        rest = [path for path in self.files.tree(temporary) if path not in described]
-        manifest.write(self.files, temporary, described | manifest.entries(self.files, temporary, rest))
 
     def _settle(self) -> bool:
         """Wait for the save behind, if there is one, and take account of it; False where it failed.
@@ -419,7 +326,8 @@ class Checkpoints:
             return True
         left_s = self._timeout_s * 1.1 + 1 - (self._clock() - flight.began_s)
         if not flight.done.wait(max(0.0, left_s)):
-            self._flight, self._checkpointer = None, None
+            self._flight = None
+            self._writer.abandon()
             raise StuckError(
                 f"saving checkpoint {flight.step} to {self.directory} has not ended for "
                 f"{self._clock() - flight.began_s:.0f} s (timeout {self._timeout_s:g} s); it was given up. What was "
@@ -427,7 +335,7 @@ class Checkpoints:
             )
         self._flight = None
         if flight.error is not None:
-            self._failed(flight, flight.error)
+            self._failed(flight.step, flight.error)
             return False
         self._failures, self.times = 0, Times(flight.blocked_s, flight.whole_s)
         if self._primary:
@@ -435,11 +343,11 @@ class Checkpoints:
             self._deleting.start()
         return True
 
-    def _failed(self, flight: "_Flight", error: BaseException) -> None:
+    def _failed(self, step: int, error: BaseException) -> None:
         """Count, clear away, tell; raises CheckpointError at the ``max_failures``-th."""
         self._failures += 1
-        self._close()
-        sentence = f"saving checkpoint {flight.step} to {self.directory} failed: {error}"
+        self._writer.close()
+        sentence = f"saving checkpoint {step} to {self.directory} failed: {error}"
         if self._failures >= self._max_failures:
             times = "" if self._failures == 1 else f" ({self._failures} saves in a row failed)"
             raise CheckpointError(sentence + times) from error
@@ -466,38 +374,3 @@ class Checkpoints:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 found[step] = float(json.loads(self.files.read(f"{name}/run.json"))["metrics"][self._keep.metric])
         return found
-
-    def _close(self) -> None:
-        checkpointer, self._checkpointer = self._checkpointer, None
-        if checkpointer is not None:
-            with contextlib.suppress(Exception):  # every save has been settled; nothing of it can fail here
-                checkpointer.close()
-
-
-class _Flight:
-    """A save under way, and a thread that waits for its end."""
-
-    def __init__(self, step: int, about: bytes, host: bytes, began_s: float) -> None:
-        self.step, self.about, self.host, self.began_s = step, about, host, began_s
-        self.blocked_s = self.whole_s = 0.0
-        self.error: BaseException | None = None
-        self.done = threading.Event()
-
-    def watch(self, checkpointer: ocp.AsyncCheckpointer, clock: Callable[[], float]) -> None:
-        def wait() -> None:
-            try:
-                checkpointer.wait_until_finished()
-            except BaseException as error:
-                self.error = error
-            self.whole_s = clock() - self.began_s
-            self.done.set()
-
-        threading.Thread(target=wait, name=f"checkpoint {self.step}", daemon=True).start()
-
-
-def _host_file(index: int) -> str:
-    return f"host_state/process_{index}.json"
-
-
-def _hashes_file(index: int) -> str:
-    return f"HASHES.{index}.json"

@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from jaxtrain import sharding
 from jaxtrain.checkpoint import host_state
 from jaxtrain.checkpoint.store import Checkpoints
+from jaxtrain.checkpoint.writer import Writer
 from jaxtrain.precision import Precision
 from jaxtrain.step import Loss, Variables, build_train_step
 
@@ -47,7 +48,7 @@ def batch(program, step):
 
 def sabotage(what):
     """Make this process die, or fail, while it describes what it has written."""
-    original = Checkpoints._describe_own
+    original = Writer._describe_own
 
     def dying(self):
         if self._begun.step == KILL_AT:
@@ -58,7 +59,7 @@ def sabotage(what):
     def failing(self):
         raise OSError("disk gone")
 
-    Checkpoints._describe_own = {"die": dying, "fail": failing}[what]
+    Writer._describe_own = {"die": dying, "fail": failing}[what]
 
 
 def begin(program, checkpoints, index, said):
