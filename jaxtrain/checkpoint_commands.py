@@ -145,8 +145,9 @@ def _cp(arguments: argparse.Namespace) -> int:
 
     files, name = _one(arguments.place)
     target = open_files(arguments.target)
-    total = sum(entry.size for entry in files.tree(name).values())
-    with Transfer(f"copying {name}", total) as told:
+    passes = 1 + (not files.keeps_checksums) + (not target.keeps_checksums)
+    total = passes * sum(entry.size for entry in files.tree(name).values())
+    with Transfer(f"copying and verifying {name}", total) as told:
         tools.copy(files, name, target, on_bytes=told)
     say(f"copied and verified: {target.uri(name)}")
     return 0
@@ -160,9 +161,11 @@ def _export(arguments: argparse.Namespace) -> int:
     files, name = _one(arguments.place)
     if not name.isdecimal():
         raise ConfigError(f"{files.uri(name)} was set aside as damaged; nothing is exported from it.")
-    params = Checkpoints(files.root, read_only=True).restore_params(int(name), ema=arguments.ema)
-    directory = pathlib.Path(arguments.target).expanduser()
-    for path in tools.export(paths.named_leaves(params), directory, {"step": name, "source": files.uri(name)}):
+    checkpoints, directory = Checkpoints(files.root, read_only=True), pathlib.Path(arguments.target).expanduser()
+    with Transfer(f"exporting {files.uri(name)}"):
+        params = checkpoints.restore_params(int(name), ema=arguments.ema)
+        written = tools.export(paths.named_leaves(params), directory, {"step": name, "source": files.uri(name)})
+    for path in written:
         say(f"wrote {path}")
     return 0
 

@@ -91,7 +91,7 @@ def train(
         goodput = Goodput(workdir.path / "goodput.json", before={Phase.RESTORE: time.monotonic() - began})
         stack.push(lambda kind, *_: _quietly(goodput.save, kind))
         with goodput.phase(Phase.COMPILE if newest is None else Phase.RESTORE):
-            state, start, platform_changes = _start(experiment, checkpoints, newest, allow)
+            state, start, platform_changes = _start(experiment, checkpoints, newest, allow, stream)
         journal = stack.enter_context(Journal(experiment, workdir, goodput, start, callbacks, stream))
         if start["window"]:
             journal.say(f"restored step {start['step']}: row {start['sample_index']:,} of the data is next")
@@ -205,7 +205,7 @@ def _due(done: int, every: int) -> bool:
 
 
 def _start(
-    experiment: Experiment, checkpoints: Checkpoints, newest: int | None, allow: Collection[str]
+    experiment: Experiment, checkpoints: Checkpoints, newest: int | None, allow: Collection[str], stream: TextIO | None
 ) -> tuple[TrainState, dict[str, int], list[str]]:
     """The newest verified state, or a new one; the host's counts at that point; what is another platform than then."""
     program, config = experiment.program, experiment.config
@@ -214,9 +214,11 @@ def _start(
         params = None
         if config.init_from:
             source, step = assemble.checkpoint_at(config.init_from)
-            params = source.restore_params(step, program.abstract_state.params, allow=allow)
+            with Transfer(f"reading {config.init_from}", stream=stream):
+                params = source.restore_params(step, program.abstract_state.params, allow=allow)
         return program.init(params), {"window": 0, "step": 0, "micro_step": 0, "tokens": 0, "sample_index": 0}, []
-    restored = checkpoints.restore(program, newest, allow=allow)
+    with Transfer(f"reading checkpoint {newest:,}", stream=stream):
+        restored = checkpoints.restore(program, newest, allow=allow)
     changes = []
     if restored.host is not None:
         host_state.apply(restored.host["generators"])

@@ -221,48 +221,55 @@ class Transfer:
     stream gets one line.
 
     Args:
-        total_bytes: how many there will be; 0: not known.
+        total_bytes: how many there will be; None: nobody tells, and a terminal sees the seconds so far.
     """
 
     SILENT_S = 2.0
 
-    def __init__(
-        self, text: str, total_bytes: int, stream: TextIO | None = None,
-        *, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    def __init__(self, text: str, total_bytes: int | None = None, stream: TextIO | None = None) -> None:
         self._text, self._total, self._done = text, total_bytes, 0
-        self._stream, self._clock, self._since_s = _Stream(stream), clock, clock()
-        self._told, self._lock = False, threading.Lock()
+        self._stream, self._since_s = _Stream(stream), time.monotonic()
+        self._lock, self._over = threading.Lock(), False
         self._live: Live | None = None
+        self._timer = threading.Timer(self.SILENT_S, self._begin)
+        self._timer.daemon = True
 
     def __enter__(self) -> Self:
+        self._timer.start()
         return self
 
     def __call__(self, count: int) -> None:
         """So many bytes more; from any thread."""
         with self._lock:
             self._done += count
-            if self._told or self._clock() - self._since_s < self.SILENT_S:
+
+    def __exit__(self, *exc: object) -> None:
+        self._timer.cancel()
+        with self._lock:
+            self._over = True
+        if self._live is not None:
+            self._live.stop()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if self._over:
                 return
-            self._told = True
             if self._stream.terminal:
                 self._live = _start_live(self._stream, self._render)
             else:
-                self._stream.line(f"{self._text}, {size(self._total)} ...")
-
-    def __exit__(self, *exc: object) -> None:
-        if self._live is not None:
-            self._live.stop()
+                self._stream.line(self._text + (f", {size(self._total)}" if self._total else "") + " ...")
 
     def _render(self, width: int) -> Any:
         from rich.progress_bar import ProgressBar  # only terminals need rich
         from rich.table import Table  # as above
         from rich.text import Text  # as above
 
-        passed_s = max(self._clock() - self._since_s, 1e-9)
-        eta_s = (self._total - self._done) * passed_s / self._done if self._done and self._total else None
-        after = f"{size(self._done)} of {size(self._total)}  {size(self._done / passed_s)}/s  {_duration(eta_s)} left"
-        bar = ProgressBar(total=self._total or None, completed=self._done, width=max(8, min(30, width - 70)))
+        done, passed_s = self._done, max(time.monotonic() - self._since_s, 1e-9)
+        if self._total is None:
+            return Text(f"{self._text}  {passed_s:.0f}s")
+        eta_s = (self._total - done) * passed_s / done if done else None
+        after = f"{size(done)} of {size(self._total)}  {size(done / passed_s)}/s  {_duration(eta_s)} left"
+        bar = ProgressBar(total=self._total or None, completed=done, width=max(8, min(30, width - 70)))
         grid = Table.grid(padding=(0, 1))
         grid.add_row(Text(self._text), bar, Text(after))
         return grid

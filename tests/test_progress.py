@@ -10,7 +10,7 @@ import time
 import pytest
 
 from jaxtrain import progress as module
-from jaxtrain.progress import Progress, Status
+from jaxtrain.progress import Progress, Status, Transfer
 
 RECORD = {
     "step": 120,
@@ -384,3 +384,54 @@ def test_a_terminal_that_goes_away_is_no_error(terminal):
     p.close()
     p.update({"step": 3})
     assert p._step == 2, "closed"
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_short_transfer_says_nothing(terminal):
+    out = io.StringIO()
+    for stream in (out, terminal):
+        with Transfer("verifying 500", 100, stream) as told:
+            told(100)
+        assert stream.getvalue() == ""
+
+
+def test_a_long_transfer_is_one_line_in_a_pipe(monkeypatch):
+    monkeypatch.setattr(Transfer, "SILENT_S", 0.0)
+    for total, line in ((3 * 2**30, "verifying 500, 3.0 GiB ...\n"), (None, "verifying 500 ...\n")):
+        out = io.StringIO()
+        with Transfer("verifying 500", total, out) as told:
+            until(lambda out=out: out.getvalue())
+            told(2**28)
+        assert out.getvalue() == line
+
+
+def test_a_long_transfer_is_a_bar_with_the_time_left_on_a_terminal(terminal, monkeypatch):
+    monkeypatch.setattr(Transfer, "SILENT_S", 0.0)
+    with Transfer("verifying 500", 4 * 2**30, terminal) as told:
+        told(2**30)
+        until(lambda: "1.0 GiB of 4.0 GiB" in terminal.getvalue())
+    assert re.search(r"verifying 500 .* 1\.0 GiB of 4\.0 GiB  \S+ \w+/s  \d+s left", terminal.lines()[-1])
+
+
+def test_where_nobody_tells_a_terminal_sees_the_seconds(terminal, monkeypatch):
+    monkeypatch.setattr(Transfer, "SILENT_S", 0.0)
+    with Transfer("reading checkpoint 500", None, terminal):
+        until(terminal.getvalue)
+    assert re.fullmatch(r"reading checkpoint 500  \d+s", terminal.lines()[-1])
+
+
+def until(true):
+    """Wait for a thread."""
+    late = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < late
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 * 2**29, "1.5 GiB"), (2**50, "1024.0 TiB")]
+)
+def test_sizes(count, text):
+    assert module.size(count) == text

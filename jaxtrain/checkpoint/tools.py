@@ -91,12 +91,12 @@ def copy(source: Files, name: str, target: Files, *, on_bytes: Callable[[int], N
     """Copy a checkpoint between places; what arrives is verified, and is no checkpoint before all of it has arrived.
 
     Args:
-        on_bytes: told of bytes that were copied.
+        on_bytes: told of bytes that were copied, and of those read to verify them where a store keeps no checksums.
 
     Raises:
         CheckpointError: the source is damaged, the target has one of that name, or what arrived is not what was sent.
     """
-    reason = manifest.problem(source, name)
+    reason = manifest.problem(source, name, on_bytes=on_bytes)
     if reason is not None:
         raise CheckpointError(f"{source.uri(name)} is damaged ({reason}); it is not copied.")
     if target.exists(f"{name}/{MANIFEST}"):
@@ -107,7 +107,7 @@ def copy(source: Files, name: str, target: Files, *, on_bytes: Callable[[int], N
     for path in [*(path for path in source.tree(name) if path not in last), *last]:
         if source.exists(f"{name}/{path}"):
             target.write_chunks(f"{under_way}/{path}", _counted(source.chunks(f"{name}/{path}"), on_bytes))
-    reason = manifest.problem(target, under_way)
+    reason = manifest.problem(target, under_way, on_bytes=on_bytes)
     if reason is not None:
         target.remove(under_way)
         raise CheckpointError(f"{target.uri(name)}: what arrived is not what was sent ({reason}); it was deleted.")

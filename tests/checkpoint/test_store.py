@@ -515,6 +515,26 @@ def test_RNG_01_a_dtype_or_generator_is_never_converted_silently(tmp_path, saved
     assert lines[1:] == (["allow the conversion with allow='dtype'"] if castable else [])
 
 
+def test_another_precision_is_cast_on_request_and_only_then(tmp_path):
+    values = jnp.float32([1 + 2**-9, -0.0, 3e38, 1e-40])
+    saved = program_of({"w": values}, model_state={"mean": values})
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, saved.checkpoint_view(saved.init()), run={})
+    checkpoints.close()
+    other = program_of({"w": values}, model_state={"mean": values.astype(jnp.bfloat16)})
+    half = {"w": jax.ShapeDtypeStruct((4,), jnp.bfloat16, sharding=other.abstract_state.params["w"].sharding)}
+    with pytest.raises(MismatchError, match=r"model_state/mean: float32\[4\] -> bfloat16\[4\]\nallow the conversion"):
+        checkpoints.restore(other, 1)
+    with pytest.raises(MismatchError, match=r"params/w: float32\[4\] -> bfloat16\[4\]\nallow the conversion"):
+        checkpoints.restore_params(1, half)
+    mean = checkpoints.restore(other, 1, allow={"dtype"}).state.model_state["mean"]
+    weights = checkpoints.restore_params(1, half, allow={"dtype"})["w"]
+    expected = np.asarray(values).astype(jnp.bfloat16).view(np.uint16)
+    for got in (mean, weights):
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.asarray(got).view(np.uint16), expected)
+
+
 def test_a_difference_in_structure_alone_is_restored_or_a_mismatch(tmp_path):
     """The same leaves under the same names, in a longer chain of transformations."""
     adam = optax.adam(1e-3)
