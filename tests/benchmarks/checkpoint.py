@@ -1,9 +1,11 @@
 """What a checkpoint costs beside plain copies, writes and reads of the same bytes, and beside Orbax as it comes.
 
-    python tests/benchmarks/checkpoint.py [--mib 1024] [--rounds 5] [--place DIR|bucket] [--many]
+    python tests/benchmarks/checkpoint.py [--mib 1024] [--rounds 5] [--place DIR|bucket] [--many] | --start
 
 All sides take turns in one run, and what is printed is the median of ratios within a round: this is for noisy machines.
-``--many``: 2,000 arrays instead of 16. ``--place=bucket`` uses the GCS server program of the tests.
+``--many``: 2,000 arrays instead of 16. ``--place=bucket`` uses the GCS server program of the tests. "read" is reading
+the same bytes into memory that keeps them. ``--start``: seconds from process start to the end of the first step of
+``jaxtrain train`` at 10 M parameters with a compilation cache, of a fresh run and of one that restores a checkpoint.
 """
 
 import argparse
@@ -25,6 +27,7 @@ import orbax.checkpoint as ocp
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 import gcs_server
+import step_overhead
 
 from jaxtrain import sharding
 from jaxtrain.checkpoint.files import open_files
@@ -79,11 +82,7 @@ def read_plain(place: str) -> int:
         import fsspec
 
         return len(fsspec.filesystem("gs").cat_file(f"{place[5:]}/plain"))
-    total = 0
-    with open(f"{place}/plain", "rb", buffering=0) as file:
-        while chunk := file.read(1 << 24):
-            total += len(chunk)
-    return total
+    return len(pathlib.Path(f"{place}/plain").read_bytes())
 
 
 def round_of(program, state, root: str, local: bool) -> dict[str, float]:
@@ -134,13 +133,32 @@ def round_of(program, state, root: str, local: bool) -> dict[str, float]:
     return found
 
 
+def starts(rounds: int) -> None:
+    """Fresh and resumed, in turns."""
+    found: dict[str, list[float]] = {"fresh": [], "resumed": []}
+    with tempfile.TemporaryDirectory() as cache:
+        for number in range(rounds + 1):
+            with tempfile.TemporaryDirectory() as directory:
+                fresh = step_overhead.first_step(cache, directory, until_saved=True)
+                resumed = step_overhead.first_step(cache, directory)
+            if number:  # the first one fills the cache
+                found["fresh"].append(fresh)
+                found["resumed"].append(resumed)
+    for name, seconds in found.items():
+        print(f"process start to first step, s, with a compilation cache, {name}: {step_overhead.spread(seconds)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--place", default=tempfile.gettempdir())
     parser.add_argument("--many", action="store_true")
+    parser.add_argument("--start", action="store_true")
     arguments = parser.parse_args()
+    if arguments.start:
+        starts(arguments.rounds)
+        return
     arrays = 2000 if arguments.many else 16
     with contextlib.ExitStack() as stack:
         place, local = arguments.place, arguments.place != "bucket"

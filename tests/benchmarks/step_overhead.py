@@ -148,27 +148,35 @@ def compare(sizes: dict, rows: int, length: int, segment: int, pairs: int, with_
     return {"jaxtrain": ours} | around
 
 
-def first_step(cache: str) -> float:
-    """Seconds from the start of a ``jaxtrain train`` process to its first line of metrics."""
-    with tempfile.TemporaryDirectory() as directory:
+def first_step(cache: str, directory: str | None = None, *, until_saved: bool = False) -> float:
+    """Seconds from the start of a ``jaxtrain train`` process to the end of its first step; then it is killed.
+
+    ``directory``: a workdir that stays, so that the next call resumes. ``until_saved``: let it live to its checkpoint.
+    """
+    with contextlib.ExitStack() as stack:
+        directory = directory or stack.enter_context(tempfile.TemporaryDirectory())
         c = make_config(MEDIUM, 1000, 16, 256)
         overrides = [f"--config.{n}={v}" for n, v in config.flat(c).items() if n in MEDIUM]
-        overrides += [f"--config.compile_cache={cache}", "--config.log_every_steps=1"]
+        overrides += [f"--config.compile_cache={cache}", "--config.log_every_steps=1", "--config.eval.every_steps=0"]
+        overrides += ["--config.checkpoint.every_steps=2"]
         root = pathlib.Path(__file__).parents[2]
         began = time.perf_counter()
         command = [sys.executable, "-m", "jaxtrain.cli", "train", "--config=configs/quickstart.py"]
-        with subprocess.Popen(
-            [*command, f"--workdir={directory}", *overrides], cwd=root, stdout=subprocess.DEVNULL
-        ) as p:
-            lines = pathlib.Path(directory) / "metrics.jsonl"
-            while not (lines.exists() and lines.stat().st_size):
-                if p.poll() is not None:
-                    raise RuntimeError(f"jaxtrain train ended with {p.returncode} before its first step")
-                time.sleep(0.01)
-            record = json.loads(lines.read_text().splitlines()[0])
-            seconds = time.perf_counter() - began - record["step_s"]  # the line of step 1 comes when step 2 is finished
-            p.kill()
-        return seconds
+        p = subprocess.Popen(
+            [*command, f"--workdir={directory}", *overrides], cwd=root, stdout=subprocess.PIPE, text=True
+        )
+        stack.callback(p.wait)
+        stack.callback(p.kill)
+        for line in p.stdout:
+            if line.startswith("step "):
+                break
+        else:
+            raise RuntimeError(f"jaxtrain train ended with {p.wait()} before its first step")
+        seconds = time.perf_counter() - began
+        while until_saved and not (pathlib.Path(directory) / "checkpoints" / "2").exists():
+            time.sleep(0.01)
+        record = json.loads((pathlib.Path(directory) / "metrics.jsonl").read_text().splitlines()[-1])
+        return seconds - record["step_s"]  # the line of a step comes when the next one is finished
 
 
 def spread(values: list[float]) -> str:
