@@ -79,7 +79,7 @@ if where:
     if where == "log":
         metrics.JsonlWriter.on_log = dying(metrics.JsonlWriter.on_log, lambda _, line: line["step"] == int(step))
     if where == "save":
-        manifest.write = dying(manifest.write, lambda directory: directory.name.startswith(step + "."))
+        manifest.write = dying(manifest.write, lambda files, name, entries: name.startswith(step + "."))
 """
 
 

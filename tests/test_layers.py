@@ -86,7 +86,7 @@ def problems(sources: dict[str, str]) -> list[str]:
         outside = {name.split(".")[0] for name, _ in found} - {"jaxtrain", *sys.stdlib_module_names}
         if outside & JAX and (LAYERS[top] == 0 or top == "data"):
             wrong.append(f"{path}: imports {', '.join(sorted(outside & JAX))}")
-        if LAYERS[top] == 3 and len(outside - {"jax", "numpy", "etils"}) > 1:  # etils: Orbax's own paths
+        if LAYERS[top] == 3 and len(outside - {"jax", "numpy", "etils", "tensorstore"}) > 1:  # Orbax's paths and stores
             wrong.append(f"{path}: wraps more than one outside library: {', '.join(sorted(outside))}")
         inside = {
             node for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
